@@ -225,7 +225,9 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
 
     store, documents = open_for_view(settings)
     with closing(store):
-        feeds, heartbeats = configured_feeds(settings), _read_heartbeats(documents, SystemClock().now())
+        # Of a pattern, the archive knows the feeds.
+        feeds = frozenset() if settings.egress.patterns else configured_feeds(settings)
+        heartbeats = _read_heartbeats(documents, SystemClock().now())
         if what is not None:
             chains = select_chains(documents, what, {*feeds, *((chain.site, chain.feed) for chain in heartbeats)})
         else:

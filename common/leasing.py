@@ -78,6 +78,8 @@ SUBSCRIBE_RETRY_S = 10.0  # seconds until a failed subscription is retried
 class LeaseWatcher:
     """Watch on the leases `keys` under `pattern`, and on members with keys that begin with `prefix`.
 
+    `keys`: the owner may add some.
+
     `woken` is set when there is a reason to check; `free_keys` holds the keys that became free.
 
     `written_keys` holds the keys that were written; its reader removes them. `former_holder_until`: one lease time
@@ -87,7 +89,7 @@ class LeaseWatcher:
     """
 
     def __init__(self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]) -> None:
-        self._leases, self._client, self._keys = leases, client, frozenset(keys)
+        self._leases, self._client, self._keys = leases, client, keys
         self._pattern, self._prefix, self.woken = pattern, prefix, asyncio.Event()
         self.free_keys: set[str] = set()
         self.written_keys: set[str] = set()
@@ -243,12 +245,13 @@ class LeaseScope:
 
     `leases`: the pattern of their keys in the bucket, such as `egress.us-east.*.*`. `members`: the prefix of the member
     keys; the name of the group and the owner follow, so it must not match `leases`. `component`: the name of this group
-    in /status.
+    in /status. `group`: the name of the group; empty: it follows from the keys, which then must not change.
     """
 
     leases: str
     members: str
     component: str
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,16 +296,19 @@ class LeaseGroup:
         self.owner, self._leases, self._clock = leases.owner, leases, leases.clock
         self._rng, self._health = rng, health
         self._siblings, self._counts, self._component = siblings, counts, scope.component
-        self._keys = sorted(set(keys))
-        members = f"{scope.members}{group_name(self._keys)}."
+        self._keys = set(keys)
+        members = f"{scope.members}{scope.group or group_name(self._keys)}."
         self._members = GroupMembership(leases, members)
         self._watcher = LeaseWatcher(leases, client, scope.leases, members, self._keys)
         self._slots: dict[str, LeaseSlot] = {}
         self._share, self._count, self._pending, self._failure = 0, 0, 0, ""
 
     def slot(self, key: str, observer: SlotObserver) -> LeaseSlot:
-        """Return a new slot for `key`. Call it once for each key."""
+        """Return a new slot for `key`, also for one that is not among the keys yet. Call it once for each key."""
         self._slots[key] = LeaseSlot(key, observer, self._on_vacated)
+        if key not in self._keys:
+            self._keys.add(key)
+            self._watcher.wake(full_check=True)
         return self._slots[key]
 
     async def reacquire(self, slot: LeaseSlot) -> Lease | None:

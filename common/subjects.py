@@ -17,7 +17,8 @@ as it is.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, zip_longest
 
@@ -55,6 +56,44 @@ def name_matches(pattern: str, name: str) -> bool:
             return False
         place = found + len(part)
     return True
+
+
+def common_name(included: Sequence[str], excluded: Sequence[str]) -> str | None:
+    """Return a shortest name that all patterns `included` match and none of `excluded`; None if there is none.
+
+    A search through the automaton that reads a name by all patterns at once.
+    """
+    patterns = (*included, *excluded)
+    used = {*"".join(patterns)}
+    other = next(each for each in map(chr, range(ord("A"), 0x110000)) if each not in used)  # for all unused letters
+    letters = [*sorted(used - {"*"}), other]
+    start = tuple(_pattern_places(pattern, {0}) for pattern in patterns)
+    found, queue = set[tuple[frozenset[int], ...]](), deque([(start, "")])
+    while queue:
+        state, name = queue.popleft()
+        ends = [len(pattern) in places for pattern, places in zip(patterns, state, strict=True)]
+        if name and all(ends[: len(included)]) and not any(ends[len(included) :]):
+            return name
+        for letter in letters:
+            steps = (_pattern_step(*each, letter) for each in zip(patterns, state, strict=True))
+            if (below := tuple(steps)) not in found and all(below[: len(included)]):
+                found.add(below)
+                queue.append((below, name + letter))
+    return None
+
+
+def _pattern_places(pattern: str, places: Iterable[int]) -> frozenset[int]:
+    """Return the places, with those behind a `*`, which may stand for nothing."""
+    reached = {*places}
+    for place in range(min(reached, default=0), len(pattern)):
+        if place in reached and pattern[place] == "*":
+            reached.add(place + 1)
+    return frozenset(reached)
+
+
+def _pattern_step(pattern: str, places: Iterable[int], letter: str) -> frozenset[int]:
+    here = [(place, pattern[place]) for place in places if place < len(pattern)]
+    return _pattern_places(pattern, [place + (its != "*") for place, its in here if its in ("*", letter)])
 
 
 def covers(wide: str, narrow: str) -> bool:

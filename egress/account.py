@@ -1,11 +1,11 @@
-"""Streams of the account that no feed archives: found by a listing, judged by a pure planner, and named.
+"""Streams of the account, by a listing and a pure planner: those that patterns match, and those that are uncovered.
 
 Each process of a site lists by itself and reaches the same answer, because the answer depends only on the streams and
 the configuration.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,8 +14,10 @@ from common.errors import FloeError, Refused
 from common.logs import get_logger
 from common.nats.api import SCRATCH_PREFIX, StreamInfo, check_token, query_message, stream_info, stream_names
 from common.nats.client import FloeClient
+from common.nats.durables import LIMITS
 from common.nats.headers import SOURCE_HEADER, header_value
 from common.observe.monitor import Health
+from common.settings.egress import MQTT_PREFIX, FeedSettings
 from common.settings.root import Settings
 from common.settings.types import format_count
 from common.subjects import name_matches
@@ -27,12 +29,12 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 ACCOUNT_PART = "account"  # in /status
-MQTT_PREFIX = "$MQTT_"
 MAX_SHOWN_NAMES = 20
 PARALLEL_INSPECTIONS = 16
 MAX_REINSPECTIONS = 100  # of known streams, in one listing
 REINSPECTION_INTERVAL_S = 600.0  # seconds after which a stream that no feed archives is inspected again
 REFUSED_RETRY_S = 3600.0  # seconds until a request that was refused is sent again
+PATTERN_RETRY_S = 60.0  # the same if patterns need the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +52,69 @@ class AccountStream:
         """True if its next message, or the end of a restore, may make another stream of it for the planner."""
         return self.info is not None and (self.is_copy or not self.info.messages or bool(self.info.restore_marker))
 
+    @property
+    def is_mirror(self) -> bool:
+        return self.info is not None and bool(self.info.config.get("mirror"))
+
+    @property
+    def is_internal(self) -> bool:
+        """True for a bucket of a Floe, and while a restore fills the stream."""
+        return self.info is not None and (self.info.is_bucket_of_floe or bool(self.info.restore_marker))
+
+    @property
+    def retention(self) -> str:
+        return LIMITS if self.info is None else str(self.info.config.get("retention", LIMITS))
+
 
 def is_exempt_by_name(name: str, settings: Settings) -> bool:
-    """True if the name alone shows that the stream needs no archive: a bucket of this configuration, one of MQTT, a
-    drill's, or one that the operator named.
+    """True if the name alone shows that the stream needs no archive: a bucket of this configuration, one of MQTT that
+    no feed has, a drill's, or one that the operator named.
     """
     services = settings.egress, settings.ingress
     buckets = {f"KV_{bucket}" for each in services for bucket in (each.state_bucket, each.lease_bucket)}
-    is_internal = name in buckets or name.startswith((MQTT_PREFIX, SCRATCH_PREFIX))
-    return is_internal or any(name_matches(pattern, name) for pattern in settings.egress.not_archived)
-
-
-def is_exempt(stream: AccountStream, settings: Settings) -> bool:
-    """True if the stream needs no archive of its own: also a bucket of another Floe, a mirror, a target of Floe, and a
-    stream that a restore fills.
-    """
-    if is_exempt_by_name(stream.name, settings) or stream.is_copy:
+    if name in buckets or name.startswith(SCRATCH_PREFIX) or settings.egress.needs_no_archive(name):
         return True
-    info = stream.info
-    return info is not None and (info.is_bucket_of_floe or bool(info.restore_marker) or bool(info.config.get("mirror")))
+    is_excluded = any(name_matches(each, name) for feed in settings.egress.patterns for each in feed.except_)
+    return (name.startswith(MQTT_PREFIX) or is_excluded) and not settings.egress.feeds_of(name)
 
 
-def find_uncovered(streams: Iterable[AccountStream], settings: Settings) -> list[str]:
-    """Return the names of the streams that no feed archives and that may need an archive, ascending."""
-    covered = {feed.stream for feed in settings.egress.feeds}
-    return sorted(each.name for each in streams if each.name not in covered and not is_exempt(each, settings))
+@dataclass(frozen=True, slots=True)
+class AccountPlan:
+    """The feeds of streams that patterns match, and the uncovered streams, each with the reason, empty if no pattern
+    matches; both by name, ascending.
+    """
+
+    feeds: Mapping[str, FeedSettings]
+    uncovered: Mapping[str, str]
+
+
+def plan_account(streams: Iterable[AccountStream], settings: Settings) -> AccountPlan:
+    feeds, uncovered = dict[str, FeedSettings](), dict[str, str]()
+    named = {feed.stream for feed in settings.egress.feeds}
+    names = {feed.name for feed in settings.egress.feeds}
+    for each in sorted(streams, key=lambda stream: stream.name):
+        if each.name in named or is_exempt_by_name(each.name, settings) or each.is_internal:
+            continue
+        [feed] = settings.egress.feeds_of(each.name) or [None]
+        if (each.is_copy and not (feed and feed.relay)) or (each.is_mirror and not (feed and feed.mirrors)):
+            continue
+        if (reason := _refusal(each, feed, names)) is not None:
+            uncovered[each.name] = reason
+        elif feed is not None and (each.retention != LIMITS or (each.info and each.info.messages)):
+            # An empty one may become a target of Floe; another retention keeps nothing before its durable exists.
+            feeds[each.name] = feed
+    return AccountPlan(feeds, uncovered)
+
+
+def _refusal(stream: AccountStream, feed: FeedSettings | None, names: Container[str]) -> str | None:
+    """Return the reason why no feed archives the stream, empty if no pattern matches; None if `feed` does."""
+    if stream.name in names:
+        return "a feed of another stream has this name"
+    if feed is None:
+        return ""
+    if stream.info is None:
+        return "its retention is not known"
+    return None if stream.retention in feed.retention else f"retention {stream.retention}"
 
 
 def uncovered_part(parts: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -96,16 +136,23 @@ def uncovered_text(parts: Mapping[str, Mapping[str, Any]]) -> str:
 class AccountListing:
     """Listing of the account's streams. A stream is inspected when it appears, and seldom again.
 
-    A request that the rights refuse is sent again after an hour; until then its answer counts as not known.
+    A request that the rights refuse is sent again after an hour, or after a minute if patterns need it; until then its
+    answer counts as not known.
     """
 
     def __init__(self, client: FloeClient, settings: Settings) -> None:
         self._client, self._settings, self._clock = client, settings, client.clock
         self._known: dict[str, tuple[AccountStream, float]] = {}
         self._refused: dict[str, float] = {}
+        self._running: frozenset[str] = frozenset()
+        self._retry_s = PATTERN_RETRY_S if settings.egress.patterns else REFUSED_RETRY_S
 
-    async def read(self) -> list[AccountStream] | None:
-        """Return the streams; None if they may not be listed. Raises Unavailable, OutcomeUnknown, ApiError."""
+    async def read(self, running: Iterable[str] = ()) -> list[AccountStream] | None:
+        """Return the streams; None if they may not be listed. Those of `running` are not inspected again.
+
+        Raises Unavailable, OutcomeUnknown, ApiError.
+        """
+        self._running = frozenset(running)
         names = await self._permitted("STREAM.NAMES", "", lambda: stream_names(self._client))
         if names is None:
             return None
@@ -122,7 +169,7 @@ class AccountListing:
         return [self._known[name][0] if name in self._known else AccountStream(name) for name in streams]
 
     def _due(self, names: list[str]) -> list[str]:
-        covered = {feed.stream for feed in self._settings.egress.feeds}
+        covered = {*(feed.stream for feed in self._settings.egress.feeds), *self._running}
         new = [name for name in names if name not in self._known and FEED_PATTERN.fullmatch(name)]
         new = [name for name in new if name not in covered and not is_exempt_by_name(name, self._settings)]
         before = self._clock.monotonic() - REINSPECTION_INTERVAL_S
@@ -142,7 +189,7 @@ class AccountListing:
     async def _inspect(self, name: str) -> None:
         info = await self._permitted("STREAM.INFO", name, lambda: stream_info(self._client, name))
         is_copy = False
-        if info is not None and info.messages and not is_exempt(AccountStream(name, info), self._settings):
+        if info is not None and info.messages and not AccountStream(name, info).is_internal:
             last = {"seq": info.last_sequence}
             message = await self._permitted("STREAM.MSG.GET", name, lambda: query_message(self._client, name, last))
             is_copy = message is not None and header_value(message.headers, SOURCE_HEADER) is not None
@@ -161,7 +208,7 @@ class AccountListing:
                 missing = self._client.api_subject(f"{call}.*" if stream else call)
                 context = {"right": missing, "code": error.code, "error": str(error)}
                 log.info("account right missing", action="account_right_missing", **context)
-            self._refused[call] = self._clock.monotonic() + REFUSED_RETRY_S
+            self._refused[call] = self._clock.monotonic() + self._retry_s
             return None
 
 
@@ -169,14 +216,41 @@ def _is_due(stream: AccountStream, inspected_at: float, before: float) -> bool:
     return stream.may_change or inspected_at <= before
 
 
-class AccountWatch:
-    """Watch on the account's streams, every `period` seconds; it names those that no feed archives."""
+async def all_feeds(client: FloeClient, settings: Settings) -> list[FeedSettings]:
+    """Return the feeds of the configuration, and those of the account's streams that patterns match now.
 
-    def __init__(self, settings: Settings, client: FloeClient, health: Health, period: float) -> None:
+    Raises Refused if patterns need to list the streams and may not; Unavailable, OutcomeUnknown, ApiError.
+    """
+    feeds = [*settings.egress.feeds]
+    if not settings.egress.patterns:
+        return feeds
+    if (streams := await AccountListing(client, settings).read()) is None:
+        raise Refused(f"not permitted: {client.api_subject('STREAM.NAMES')}", code="E-NATS-PERMISSION")
+    return [*feeds, *plan_account(streams, settings).feeds.values()]
+
+
+class AccountWatch:
+    """Watch on the account's streams, every `period` seconds: it adds the feeds of those that patterns match, and names
+    those that no feed archives.
+
+    `add_feed`: called once for each feed of a pattern.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: FloeClient,
+        health: Health,
+        period: float,
+        add_feed: Callable[[FeedSettings], None] = lambda _: None,
+    ) -> None:
         self._settings, self._clock, self._health, self._period = settings, client.clock, health, period
-        self._listing = AccountListing(client, settings)
+        self._listing, self._add_feed = AccountListing(client, settings), add_feed
+        self._running: dict[str, FeedSettings] = {}
         self._uncovered: list[str] = []
         self._failure = ""
+        if settings.egress.patterns:
+            health.set_ready(ACCOUNT_PART, False, "the streams of the account are not listed yet")
 
     async def run(self, stop: Stop) -> None:
         """List until `stop` is set; begin again after an unexpected error."""
@@ -194,13 +268,28 @@ class AccountWatch:
             await wait_for(stop, self._period)
 
     async def _check(self) -> None:
-        if (streams := await self._listing.read()) is None:
-            self._health.set_status(ACCOUNT_PART, {"uncovered": "not known: the right to STREAM.NAMES is missing"})
+        has_patterns = bool(self._settings.egress.patterns)
+        if (streams := await self._listing.read(self._running)) is None:
+            reason = "the right to STREAM.NAMES is missing"
+            self._health.set_status(ACCOUNT_PART, {"uncovered": f"not known: {reason}"})
+            if has_patterns:
+                self._health.set_ready(ACCOUNT_PART, False, reason)
             return
-        found = find_uncovered(streams, self._settings)
+        plan = plan_account((each for each in streams if each.name not in self._running), self._settings)
+        for name, feed in plan.feeds.items():
+            self._running[name] = feed
+            log.info("feed added", action="feed_added", feed=name, pattern=feed.pattern)
+            self._add_feed(feed)
+        if has_patterns:
+            self._health.set_ready(ACCOUNT_PART, True)
+        self._show(len(streams), plan.uncovered)
+
+    def _show(self, streams: int, uncovered: Mapping[str, str]) -> None:
+        found = [f"{name} ({reason})" if reason else name for name, reason in uncovered.items()]
         metrics.uncovered.labels(self._settings.site).set(len(found))
-        shown = {"streams": len(streams), "uncovered_streams": len(found), "uncovered": found[:MAX_SHOWN_NAMES]}
-        self._health.set_status(ACCOUNT_PART, shown)
+        matched = {"matched": len(self._running)} if self._settings.egress.patterns else {}
+        shown = {"uncovered_streams": len(found), "uncovered": found[:MAX_SHOWN_NAMES]}
+        self._health.set_status(ACCOUNT_PART, {"streams": streams, **matched, **shown})
         if new := sorted({*found} - {*self._uncovered}):
             names = ", ".join(new[:MAX_SHOWN_NAMES])
             hint = "archive them with a feed, or name them in egress.not_archived"

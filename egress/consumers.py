@@ -35,6 +35,7 @@ from common.nats.client import FloeClient
 from common.nats.durables import DESCRIPTION, INTEREST, LIMITS, WORK_QUEUE, durable_config
 from common.nats.requests import ApiError
 from common.sequences import MAX_SEQUENCE
+from common.settings.egress import FeedSettings
 from common.settings.service import StartSettings
 from common.subjects import overlaps
 from egress.acks import ReaderResetError
@@ -181,9 +182,12 @@ async def ensure_durable(client: FloeClient, partition: Partition) -> None:
     """Make an interest stream without a durable of the partition keep messages for it from now on.
 
     Called before the stream is judged, which takes time, and if the chain stops until an operator decides: a recreated
-    stream would drop the messages published meanwhile.
+    stream would drop the messages published meanwhile. Raises Stopped if the pattern that matched the stream takes no
+    stream of its retention.
     """
     info = await ready_stream_info(client, partition.stream)
+    if info is not None:
+        check_retention(info, partition.settings)
     if info is None or info.config.get("retention") != INTEREST:
         return
     wanted = WantedMessages(partition, INTEREST)
@@ -261,6 +265,19 @@ async def _conflict_error(client: FloeClient, wanted: WantedMessages) -> Excepti
 def filter_subjects(config: dict[str, Any]) -> list[str]:
     """Return the filters of a consumer; an empty one matches all subjects."""
     return list(config.get("filter_subjects") or [config.get("filter_subject", "")])
+
+
+def check_retention(info: StreamInfo, feed: FeedSettings) -> None:
+    """Raise Stopped if the feed's pattern takes no stream of this retention: to archive it would empty its queue."""
+    found = str(info.config.get("retention", LIMITS))
+    if feed.streams and found not in feed.retention:
+        expected = f"expected retention {' or '.join(feed.retention)} by the pattern {feed.pattern}"
+        raise Stopped(
+            f"stream {info.name}: {expected}, found {found}",
+            hint=f"add {info.name} to `except` of that entry; or add {found} to its `retention`: archived messages are "
+            "then acknowledged, so removed from the stream",
+            code="E-RETENTION",
+        )
 
 
 def check_start(info: StreamInfo, start: StartSettings) -> None:

@@ -129,8 +129,8 @@ def parse_feed(settings: Settings, text: str) -> tuple[str, int | None, int | No
 
 def find_feed(settings: Settings, name: str) -> FeedSettings:
     """Return the settings of a feed. Raises UsageError if the configuration has no such feed."""
-    feeds = {feed.name: feed for feed in settings.egress.feeds}
-    if name in feeds:
-        return feeds[name]
+    if (found := settings.egress.feed_named(name)) is not None:
+        return found
+    feeds = [each.label for each in settings.egress.feeds_]
     where = f"expected one of {', '.join(feeds)}" if feeds else "the configuration has no feed; use the site's file"
     raise UsageError(f"feed {name or repr(name)}: {where}")

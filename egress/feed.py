@@ -6,7 +6,7 @@ the session, which begins again after a growing pause (`common/clock.py`).
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Protocol
 
@@ -16,10 +16,11 @@ from common.leasing import LeaseGroup
 from common.logs import get_logger
 from common.nats.lease import Lease
 from common.observe.monitor import Health
+from common.settings.egress import FeedSettings
 from common.tasks import BACKOFF_RESET_S, Stop, StopReason, cancel, raise_fatal, restart_on_error, spawn, wait_for
 from egress import metrics
 from egress.deps import EgressDeps, ProcessThreads
-from egress.partition import Partition, lease_key
+from egress.partition import Partition, lease_key, partitions_of
 from egress.report import FeedReport
 from egress.session import SessionFlush
 from egress.worker import Worker
@@ -149,6 +150,36 @@ class PartitionFeed:
                 self._backoff.reset()
             self._report.record_failure(error)
             await self._pause(lease, local_stop, self._backoff.next_delay())
+
+
+class FeedSet:
+    """Partitions of this process, which may become more while it runs. `feeds`, `reports`: those at this moment."""
+
+    def __init__(
+        self, site: str, deps: EgressDeps, sharing: LeaseGroup, health: Health, threads: ProcessThreads
+    ) -> None:
+        self._site, self._deps, self._sharing, self._health, self._threads = site, deps, sharing, health, threads
+        self.feeds: list[PartitionFeed] = []
+        self.reports: list[FeedReport] = []
+        self._begin: Callable[[PartitionFeed], object] = lambda _: None
+
+    def add(self, feed: FeedSettings) -> None:
+        """Add the partitions of a feed; they begin at once if the others have begun."""
+        for each in partitions_of(self._site, feed):
+            added = PartitionFeed(each, self._deps, self._sharing, self._health, self._threads)
+            self.feeds.append(added)
+            self.reports.append(added.report)
+            self._deps.budget.chains = len(self.feeds)
+            self._begin(added)
+
+    async def run(self, stop: Stop) -> None:
+        """Run all feeds until `stop` is set and they have drained."""
+        async with asyncio.TaskGroup() as tasks:
+            self._begin = lambda feed: tasks.create_task(feed.run(stop))
+            for feed in self.feeds:
+                self._begin(feed)
+            await stop.wait()
+            self._begin = lambda _: None
 
 
 class Runnable(Protocol):

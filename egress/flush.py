@@ -30,6 +30,7 @@ from common.nats.lease import Leases, new_owner
 from common.settings.root import Settings
 from common.settings.types import format_count, size_words
 from common.tasks import Stop, restart_on_error, wait_for
+from egress.account import all_feeds
 from egress.context import connect_egress, find_feed, parse_feed
 from egress.feed import PartitionFeed
 from egress.partition import Partition, all_partitions, kv_error, lease_key, partitions_of, require_feeds
@@ -232,12 +233,17 @@ async def run_flush(settings: Settings, name: str, wait: bool | None, timeout: f
     Raises Unavailable if no process holds a lease, or if the segments are not stored after `timeout` seconds;
     UsageError for another name, and for an incarnation that has ended.
     """
-    require_feeds(settings.egress.feeds)
+    require_feeds(settings.egress.feeds_)
     feed, incarnation, number = parse_feed(settings, name)
-    partitions, clock = all_partitions(settings.site, settings.egress.feeds), SystemClock()
+    clock, partitions = SystemClock(), list[Partition]()
     if name:
         partitions = partitions_of(settings.site, find_feed(settings, feed), number)
     async with aclosing(await connect_egress(settings, "flush", clock)) as client:
+        if not name:
+            partitions = all_partitions(settings.site, await all_feeds(client, settings))
+        if not partitions:
+            click.echo("no stream of the account matches a pattern", err=True)
+            return 0
         flushing = FlushCommand(partitions, optional_state(client, settings.egress), clock)
         if not wait:
             leases = optional_leases(client, settings.egress, new_owner(settings.instance), clock)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from common import tasks
-from common.archive.heartbeats import STANDBY, ChainHeartbeat, HeartbeatObject
+from common.archive.heartbeats import STANDBY, HeartbeatObject
 from common.clock import Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.logs import get_logger
@@ -181,8 +181,8 @@ STARTING = (STANDBY, "starting", "checking")
 class ProcessHeartbeat:
     """Heartbeat object of this process, under the name `process`.
 
-    `reports`: of all its chains; `owner`: the name of this process in its leases; `on_late`: called if the store has
-    not answered after half of the interval.
+    `reports`: of all its chains, which may become more; `owner`: the name of this process in its leases; `on_late`:
+    called if the store has not answered after half of the interval.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class ProcessHeartbeat:
         self._chains, self._client, self._clock = deps.chains, client, deps.clock
         self._interval, self._on_late, self._failure = deps.tuning.intervals.alive, on_late, ""
         self._is_retry_due = False
-        self._put_chains: tuple[ChainHeartbeat, ...] = ()
+        self._put_states: dict[FeedReport, str] = {}
 
     async def run(self, stop: Stop) -> None:
         await restart_on_error("alive", lambda: self._put_regularly(stop), self._clock)
@@ -219,7 +219,8 @@ class ProcessHeartbeat:
 
     async def _put_once(self, threads: ThreadPool) -> None:
         await self._read_sources()
-        self._put_chains = chains = tuple(report.heartbeat() for report in self._reports)
+        chains = tuple(report.heartbeat() for report in self._reports)
+        self._put_states = dict(zip(self._reports, (each.state for each in chains), strict=True))
         alive = HeartbeatObject(self._site, self._owner, self._clock.now(), chains)
         try:
             put = asyncio.create_task(threads.run(self._chains.write_heartbeat, self._process, alive))
@@ -238,9 +239,9 @@ class ProcessHeartbeat:
                 log.info("process heartbeat recovered", action="process_heartbeat_recovered")
 
     def _has_taken_over(self) -> bool:
-        """True if a chain is worked on that the last heartbeat shows as standby, or as only just begun."""
-        pairs = zip(self._put_chains, self._reports, strict=True)
-        return any(put.state in STARTING and report.heartbeat().state not in STARTING for put, report in pairs)
+        """True if a chain is worked on that the last heartbeat lacks, or shows as standby, or as only just begun."""
+        waiting = [each for each in self._reports if self._put_states.get(each, STANDBY) in STARTING]
+        return any(report.heartbeat().state not in STARTING for report in waiting)
 
     async def _measure_while_putting(self, put: asyncio.Task[None]) -> None:
         """Return the result of `put`. While the store is silent, keep measuring the lag that its silence causes."""

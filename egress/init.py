@@ -10,6 +10,7 @@ from common.nats.client import FloeClient
 from common.nats.durables import INTEREST, LIMITS
 from common.nats.lease import new_owner
 from common.settings.root import Settings
+from egress.account import all_feeds
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_error
 from egress.consumers import WantedMessages, create_durable, own_durables
@@ -30,7 +31,7 @@ class SetupResult:
 
 
 async def set_up(client: FloeClient, settings: Settings) -> tuple[list[SetupResult], list[FloeError]]:
-    parts = all_partitions(settings.site, settings.egress.feeds)
+    parts = all_partitions(settings.site, await all_feeds(client, settings))
     streams = {name: await stream_info(client, name) for name in dict.fromkeys(partition.stream for partition in parts)}
     done = await _buckets(client, settings)
     problems: list[FloeError] = [_missing(name) for name, info in streams.items() if info is None]

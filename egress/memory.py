@@ -17,13 +17,13 @@ class MemoryBudget:
     """
 
     def __init__(self, limit: int, chains: int = 1) -> None:
-        self.limit, self._chains, self.used = limit, max(1, chains), 0
+        self.limit, self.chains, self.used = limit, chains, 0
         self.accounts: dict[MemoryAccount, None] = {}  # a lookup for each charge, among hundreds
         self._short: dict[MemoryAccount, None] = {}  # accounts that found no room since the last release
 
     @property
     def window_bytes(self) -> int:
-        return min(MAX_WINDOW_BYTES, self.limit // (WINDOWS_PER_CHAIN * self._chains))
+        return min(MAX_WINDOW_BYTES, self.limit // (WINDOWS_PER_CHAIN * max(1, self.chains)))
 
     def has_room(self, size: int) -> bool:
         """True if `size` more bytes fit. Into an empty budget any size does: a large message must pass."""

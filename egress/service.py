@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from common.archive.keys import Layout
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import OutcomeUnknown, Unavailable
 from common.exits import EXIT_RETRY_LATER
-from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope
+from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope, group_name
 from common.logs import flush, get_logger
 from common.metrics import show_zeros
 from common.nats.buckets import open_leases, open_state
@@ -35,7 +35,7 @@ from egress import metrics
 from egress.account import AccountWatch
 from egress.context import connect_egress, make_deps
 from egress.deps import EgressDeps, ProcessThreads, Tuning
-from egress.feed import PartitionFeed, Runnable, run_feeds
+from egress.feed import FeedSet, Runnable, run_feeds
 from egress.flush import FlushWatch
 from egress.heartbeats import ProcessHeartbeat, Reachability, SubjectHeartbeats
 from egress.partition import all_partitions, lease_key, require_feeds
@@ -52,9 +52,12 @@ def share_site(
     rng: random.Random,
     health: Health,
     siblings: int,
+    patterns: Sequence[str] = (),
 ) -> LeaseGroup:
     members = state_key("egress", "member", site) + "."
-    scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
+    # With patterns, members learn of a new stream at different times, and are of one group all the same.
+    group = group_name(["patterns", *keys, *patterns]) if patterns else ""
+    scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing", group)
     show_zeros("egress_", site=site)
     counts = LeaseMetrics(
         metrics.members.labels(site),
@@ -74,7 +77,7 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, identity: W
 
     `identity`: this process is one of several workers, and its parent ends it.
     """
-    require_feeds(settings.egress.feeds)
+    require_feeds(settings.egress.feeds_)
     # Hundreds of feeds have a million objects: to look at all of them every minute takes as long as the idle feeds do.
     gc.set_threshold(50_000)
     clock = SystemClock()
@@ -160,7 +163,7 @@ class EgressService:
     async def run(self) -> bool:
         """Run until the stop is requested and everything is drained. Return True if it was drained in time."""
         settings, totals = self._settings.egress, metrics.totals()
-        what = {"feeds": [each.name for each in settings.feeds], "monitor": settings.monitor.listen}
+        what = {"feeds": [each.label for each in settings.feeds_], "monitor": settings.monitor.listen}
         process_log = ProcessLog("egress", self._settings, self._clock, totals, self._health.problems, **what)
         with process_log:
             async with AsyncExitStack() as stack:
@@ -196,19 +199,22 @@ class EgressService:
         stack.callback(deps.store.close)
         metrics.spool_bytes.set_function(deps.store.spooled_bytes)
         keys = [lease_key(each.chain) for each in partitions]
+        patterns = [f"{each.pattern} {each.except_}" for each in settings.egress.patterns]
         siblings = self._identity.count if self._identity else 1
-        sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
+        sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings, patterns)
         threads = ProcessThreads()
         stack.callback(threads.close)
-        feeds = [PartitionFeed(each, deps, sharing, self._health, threads) for each in partitions]
+        feeds = FeedSet(site, deps, sharing, self._health, threads)
+        for each in settings.egress.feeds:
+            feeds.add(each)
         self._health.remove("feeds")  # each reports for itself from here on
         host, worker = socket.gethostname(), self._identity.index if self._identity else None
-        process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
-        self._flushing = FlushWatch(site, feeds, state, self._clock, self._tuning.intervals.flush)
+        process = process_name(host, settings.instance, worker)
+        self._flushing = FlushWatch(site, feeds.feeds, state, self._clock, self._tuning.intervals.flush)
         silent, coverage = partial(self._reach.set_store, False), CoverageScanner(deps.store, self._health, self._clock)
-        alive = ProcessHeartbeat(site, process, leases.owner, reports, deps, control, silent)
-        account = AccountWatch(settings, control, self._health, self._tuning.intervals.account)
-        runs: list[Runnable] = [sharing, *feeds, self._flushing, alive, coverage, account]
+        alive = ProcessHeartbeat(site, process, leases.owner, feeds.reports, deps, control, silent)
+        account = AccountWatch(settings, control, self._health, self._tuning.intervals.account, feeds.add)
+        runs: list[Runnable] = [sharing, feeds, self._flushing, alive, coverage, account]
         if settings.egress.heartbeats.subjects:
             runs.append(SubjectHeartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps

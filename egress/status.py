@@ -26,7 +26,7 @@ from common.observe.observation import Observation, StatusView, ViewFormat, read
 from common.observe.page import parts_of
 from common.open import open_for_view
 from common.service.process import ThreadPool
-from common.settings.egress import EgressMonitorSettings
+from common.settings.egress import EgressMonitorSettings, FeedSettings
 from common.settings.root import Settings
 from common.settings.types import StyledCell, duration_words, size_words
 from egress.account import uncovered_text
@@ -151,13 +151,18 @@ async def site_view(settings: Settings) -> StatusView:
     """Return each partition of the site, from the sources that answer. Raises Refused if the store or NATS refuses the
     credential.
     """
-    partitions, clock = all_partitions(settings.site, settings.egress.feeds), SystemClock()
+    feeds, clock = [*settings.egress.feeds], SystemClock()
     listen, notes = settings.egress.monitor.listen, list[str]()
     with closing(ThreadPool("status", 8)) as threads:
         first = asyncio.gather(
             threads.run(_read_monitor, settings.egress.monitor),
             threads.run(_read_store, open_for_view(settings)[1], settings.site, clock.now()),
         )
+        if settings.egress.patterns:
+            shown, stored = await first
+            known = {*chains_of_status(shown or {}, settings.site), *stored.heartbeats}
+            feeds += _matched_feeds(settings, {chain.feed for chain in known})
+        partitions = all_partitions(settings.site, feeds)
         (shown, stored), answers = await asyncio.gather(first, _query_nats(settings, partitions, first))
     if stored.failure:
         notes.append(f"the store does not answer: {stored.failure}")
@@ -172,8 +177,8 @@ async def site_view(settings: Settings) -> StatusView:
         of_chain, heartbeat = statuses.get(each.chain, {}), heartbeats.get(each.chain)
         shown_chain = replace(each.chain, incarnation=of_chain.get("incarnation", 0))
         chain = _newest(each.chain, [shown_chain, *tails, *([heartbeat.heartbeat.chain] if heartbeat else [])])
-        known = of_chain, heartbeat, answers, tails.get(chain), settings.ingress.silent_after
-        found.append(observe_partition(each, chain, *known, is_store_read=not stored.failure))
+        state = of_chain, heartbeat, answers, tails.get(chain), settings.ingress.silent_after
+        found.append(observe_partition(each, chain, *state, is_store_read=not stored.failure))
     details = [text] if (text := uncovered_text(parts_of(shown or {}))) else []
     for status in found:
         if status.hint:
@@ -182,6 +187,12 @@ async def site_view(settings: Settings) -> StatusView:
     is_alarming = any(each.needs_operator for each in found)
     code = DataError.exit_code if is_alarming else EXIT_RETRY_LATER if answers.failure or stored.failure else 0
     return StatusView(SITE_FORMAT, found, clock.now(), code, details, notes)
+
+
+def _matched_feeds(settings: Settings, names: Iterable[str]) -> list[FeedSettings]:
+    """Return those of the feeds `names` that patterns match."""
+    found = (settings.egress.feed_named(name) for name in sorted(names))
+    return [each for each in found if each is not None and each.streams]
 
 
 def _newest(chain: Chain, known: Iterable[Chain]) -> Chain:

@@ -8,8 +8,8 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 from common.clock import Clock
-from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.nats.api import max_replicas, stream_info
+from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
+from common.nats.api import max_replicas, stream_info, stream_names
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue
 from common.nats.lease import Leases, RenewalThread
@@ -27,7 +27,11 @@ async def kv_replicas(client: FloeClient, settings: ServiceSettings, target: str
         return settings.kv_replicas
     streams = [target] if target else []
     if isinstance(settings, EgressSettings):
-        return await max_replicas(client, [*streams, *(feed.stream for feed in settings.feeds)])
+        streams += [feed.stream for feed in settings.feeds]
+        if settings.patterns:
+            with suppress(Refused):
+                streams += [name for name in await stream_names(client) if settings.feeds_of(name)]
+        return await max_replicas(client, streams)
     assert isinstance(settings, IngressSettings), "there is no third service"
     found = [await _replicas(client, each) for each in settings.targets]
     return max([await max_replicas(client, streams), *found])

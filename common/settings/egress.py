@@ -1,16 +1,17 @@
 """Settings of egress: the streams to archive, and the options of each."""
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 
 from common.chain import FEED_PATTERN, MAX_PARTITIONS_PER_FEED
 from common.settings import types as t
 from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
 from common.settings.types import Section, find_repeated, merge_entries, needed, option
-from common.subjects import first_overlap
+from common.subjects import common_name, first_overlap, name_matches
 
 _NAME = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]{1,255}")  # a token of RFC 9110; a colon would end it
 _VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]{0,4096}")
@@ -103,11 +104,26 @@ Partitions = Annotated[
 ]
 
 
+MQTT_PREFIX = "$MQTT_"  # of the names of the streams that a server keeps for MQTT
+Patterns = Annotated[tuple[Annotated[t.StreamPattern, t.Required], ...], t.OneOrMore]
+
+
 class FeedSettings(StartSettings):
-    """One named way of archiving a stream. `name` is never empty: by default it is the stream's name."""
+    """One named way of archiving a stream, or with `streams` each stream of the account that a pattern matches.
+
+    `name` is never empty for a stream: by default it is the stream's name.
+    """
 
     name: t.StreamName = option("", "the feed's name in the store; default: the stream")
-    stream: Annotated[t.StreamName, t.Required] = needed("the stream")
+    stream: t.StreamName = option("", "the stream; needed without `streams`")
+    streams: Patterns = option(
+        (), "in place of `stream`: each stream with such a name, `*` for any text, is a feed named as it is"
+    )
+    except_: Patterns = Field((), alias="except", description="with `streams`: names that it does not match")
+    retention: tuple[Literal["limits", "interest", "workqueue"], ...] = option(
+        ("limits",), "with `streams`: only of these; archived messages of the other two are acknowledged, so removed"
+    )
+    mirrors: t.Flag = option(False, "with `streams`: mirrors too")
     filter_subject: t.SubjectFilter = option("", "archive only these subjects; excludes `partitions`")
     partitions: Partitions = option({}, "slices that are archived in parallel: a mapping, or a list of filters")
     max_age: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
@@ -168,6 +184,29 @@ class FeedSettings(StartSettings):
         return CAPTURE_DELETES_S if self.stream.startswith("OBJ_") or retention == "workqueue" else 0.0
 
     @property
+    def is_pattern(self) -> bool:
+        """True if it stands for the streams that it matches, and archives none by itself."""
+        return bool(self.streams and not self.stream)
+
+    @property
+    def label(self) -> str:
+        """The name, or the patterns."""
+        return self.name or self.pattern
+
+    @property
+    def pattern(self) -> str:
+        return ", ".join(self.streams)
+
+    def matches(self, stream: str) -> bool:
+        """True if the pattern takes a stream of that name. Streams of MQTT need a pattern that begins with `$MQTT_`."""
+        names = [each for each in self.streams if each.startswith(MQTT_PREFIX) or not stream.startswith(MQTT_PREFIX)]
+        return _is_any(names, stream) and not _is_any(self.except_, stream)
+
+    def for_stream(self, stream: str) -> Self:
+        """Return the feed of a stream that the pattern matches."""
+        return self.model_copy(update={"name": stream, "stream": stream})
+
+    @property
     def is_partitioned(self) -> bool:
         return self.partitions != PartitionSettings()
 
@@ -181,6 +220,17 @@ class FeedSettings(StartSettings):
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from super().combination_problems()
+        if self.streams:
+            excluded = self.keys_set("name", "stream", "filter_subject") + ["partitions"] * self.is_partitioned
+            yield from ((key, "expected none with streams, found one") for key in excluded)
+            if not self.retention:
+                yield "retention", "expected at least one entry, found an empty list"
+        else:
+            if not self.stream:
+                yield "stream", "expected a value (required), found nothing"
+            unused = ["except"] * bool(self.except_) + ["retention"] * (self.retention != ("limits",))
+            unused += self.keys_set("mirrors")
+            yield from ((key, "expected streams with it, found none") for key in unused)
         if self.filter_subject and self.is_partitioned:
             yield "filter_subject", "expected either filter_subject or partitions, found both"
         if isinstance(self.partitions, tuple):
@@ -198,6 +248,10 @@ class FeedSettings(StartSettings):
             yield "warn_duration", "expected less than inspect_duration, found as much or more"
 
 
+def _is_any(patterns: Sequence[str], name: str) -> bool:
+    return any(name_matches(pattern, name) for pattern in patterns)
+
+
 def _filter_problems(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     if not filters or not all(filters):
         yield "partitions", f"expected filters, none of them empty, found {list(filters)}"
@@ -210,14 +264,14 @@ def _filter_problems(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 class EgressSettings(ServiceSettings):
-    """The feeds that a site archives."""
+    """The feeds that a site archives. `feeds_`: all entries of `feeds`, patterns included."""
 
     monitor: EgressMonitorSettings = option({}, "the monitor")
     workers: Annotated[t.Whole, t.Range(1, 64)] = option(1, "processes, under one monitor")
     defaults: dict[str, Any] = option({}, "keys that entries of `feeds` may override")
-    feeds: tuple[FeedSettings, ...] = option((), "the feeds to archive")
-    not_archived: Annotated[tuple[Annotated[t.StreamPattern, t.Required], ...], t.OneOrMore] = option(
-        (), "streams of the account that need no archive, `*` for any text: not named as uncovered"
+    feeds_: tuple[FeedSettings, ...] = Field((), alias="feeds", description="the feeds to archive")
+    not_archived: Patterns = option(
+        (), "streams that need no archive, `*` for any text: no pattern takes them, and they are not named as uncovered"
     )
     heartbeats: HeartbeatSettings = option({}, "periodic messages for quiet streams")
 
@@ -225,8 +279,44 @@ class EgressSettings(ServiceSettings):
     def completed(cls, given: Mapping[str, Any]) -> Any:
         return merge_entries(given, "feeds", given.get("defaults"))
 
+    @property
+    def feeds(self) -> tuple[FeedSettings, ...]:
+        """The feeds of streams that the configuration names."""
+        return tuple(each for each in self.feeds_ if not each.is_pattern)
+
+    @property
+    def patterns(self) -> tuple[FeedSettings, ...]:
+        return tuple(each for each in self.feeds_ if each.is_pattern)
+
+    def feeds_of(self, stream: str) -> tuple[FeedSettings, ...]:
+        """Return the feeds of a stream: those that name it, else that of the pattern that matches it, if any.
+
+        The name alone decides; a pattern may leave the stream out for its retention, or because it is a copy.
+        """
+        own = tuple(each for each in self.feeds if each.stream == stream)
+        if own or self.needs_no_archive(stream) or any(each.name == stream for each in self.feeds):
+            return own
+        return tuple(each.for_stream(stream) for each in self.patterns if each.matches(stream))
+
+    def feed_named(self, name: str) -> FeedSettings | None:
+        """Return the feed of that name, also of a stream that a pattern matches; None if there is none."""
+        found = (*self.feeds, *self.feeds_of(name))
+        return next((each for each in found if each.name == name), None)
+
+    def needs_no_archive(self, stream: str) -> bool:
+        return _is_any(self.not_archived, stream)
+
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from super().combination_problems()
-        for first, index in find_repeated(feed.name for feed in self.feeds):
-            found = f"{self.feeds[index].name!r} in feeds.{first} and feeds.{index}"
-            yield f"feeds.{index}.name", f"expected a unique name, found {found}"
+        named = [(index, each.name) for index, each in enumerate(self.feeds_) if each.name]
+        for first, index in find_repeated(name for _, name in named):
+            found = f"{named[index][1]!r} in feeds.{named[first][0]} and feeds.{named[index][0]}"
+            yield f"feeds.{named[index][0]}.name", f"expected a unique name, found {found}"
+        streams = [each for feed in self.feeds for each in {feed.stream, feed.name}]
+        for (first, one), (index, other) in combinations(enumerate(self.feeds_), 2):
+            excluded = (*one.except_, *other.except_, *self.not_archived, *streams)
+            for both in product(one.streams, other.streams):
+                if (name := common_name(both, excluded)) is not None:
+                    found = f"{both[0]!r} of feeds.{first} and {both[1]!r} of feeds.{index}, as for {name!r}"
+                    yield f"feeds.{index}.streams", f"expected at most one entry that matches a stream, found {found}"
+                    break

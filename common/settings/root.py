@@ -280,7 +280,7 @@ class Settings(Section):
         return self.model_copy(update={"nats": self.nats.from_context(name), **roles})
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
-        if self.egress.feeds and not self.site:
+        if self.egress.feeds_ and not self.site:
             yield "site", "expected a name if egress has feeds, found none"
         if self.ingress.events and self.store.url.startswith("file:"):
             yield "ingress.events", "expected none with a file:// store, found some"
@@ -300,13 +300,17 @@ class Settings(Section):
             return
         if set(ours.url).isdisjoint(theirs.url):
             return
-        streams = {(self.site, feed.name): feed.stream for feed in self.egress.feeds}
         for index, target in enumerate(self.ingress.targets):
             for number, source in enumerate(target.sources):
-                if any(streams.get(pair) == target.stream for pair in source.site_feed_pairs()):
+                if any(self._stream_of(pair) == target.stream for pair in source.site_feed_pairs()):
                     key = f"ingress.targets.{index}.sources.{number}"
                     reason = f"expected a stream other than the target, found {target.stream} archived by egress"
                     yield key, reason
+
+    def _stream_of(self, pair: tuple[str, str]) -> str:
+        """Return the stream of a feed of this site; empty for other feeds. A pattern takes a target only as a relay."""
+        feed = self.egress.feed_named(pair[1]) if pair[0] == self.site else None
+        return "" if feed is None or (feed.streams and not feed.relay) else feed.stream
 
 
 def _with_nats(nats: Any, role: Any) -> Any:

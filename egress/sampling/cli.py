@@ -197,7 +197,8 @@ def _print_summary(ref: SnapshotRef, found: Snapshot, selected: SelectedValues, 
 
 def _sampled_feeds(settings: Settings, feed: str | None) -> list[FeedSettings]:
     """Return the sampled feeds, or `feed` alone. Raises UsageError if `feed` is not one of them."""
-    sampled = [each for each in settings.egress.feeds if each.sampling_key]
+    known = (*settings.egress.feeds, *settings.egress.feeds_of(feed or ""))
+    sampled = [each for each in dict.fromkeys(known) if each.sampling_key]
     found = [each for each in sampled if feed in (None, each.name)]
     if not found and feed is None:
         click.echo("no feed is sampled", err=True)

@@ -403,8 +403,8 @@ class Restore:
         """
         if plan.config.get("retention") != INTEREST or plan.is_renamed or self._role != "egress":
             return
-        site, feeds = self._settings.site, self._settings.egress.feeds
-        for feed in (each for each in feeds if each.stream == plan.name):
+        site = self._settings.site
+        for feed in self._settings.egress.feeds_of(plan.name):
             for number, subject in enumerate(feed.filters()):
                 name = durable_name_prefix(site, feed.name, number)
                 config = durable_config(name, INTEREST, plan.end + 1, subject, client.server_version)

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from common.nats.api import stream_info
+from egress.account import all_feeds
 from tests.support.basics import metric_value, soon, unique
 from tests.support.egress import SITE, Bench
 
@@ -28,3 +30,42 @@ async def test_new_streams_without_a_feed_are_named_until_they_are_gone_or_archi
         await bench.delete_stream(copies)
         await bench.delete_stream(other)
         await soon(lambda: shown()["uncovered_streams"] == 0)
+
+
+@pytest.mark.simulated
+async def test_streams_that_a_pattern_matches_are_archived_by_all_processes_together(bench: Bench) -> None:
+    streams = [await bench.filled([b"x"] * 3) for _ in range(3)]
+    queue = await bench.filled([b"job"], retention="workqueue")
+    entry = {"streams": ["T*"], "except": ["TMP_*"], "segment": {"max_age": "1s"}}
+    explicit = {"stream": streams[0], "name": "OWN"}
+    async with bench.egress(entry, explicit) as one, bench.egress(entry, explicit) as other:
+        await bench.archived_to("OWN", 3)
+        for stream in streams[1:]:
+            await bench.archived_to(stream, 3)
+        late, empty = await bench.filled([b"y"] * 5), await bench.make_stream(unique("T"))
+        await bench.archived_to(late, 5)
+        await bench.publish(empty, [b"z"])
+        await bench.archived_to(empty, 1)
+        for running in (one, other):
+            await soon(lambda: not running.health.problems())  # noqa: B023
+            account = running.health.status()["parts"]["account"]
+            assert (account["matched"], account["uncovered"]) == (4, [f"{queue} (retention workqueue)"])
+            group = running.health.status()["parts"]["egress sharing"]
+            assert (group["members"], group["share"], len(group["held"])) in ((2, 3, 3), (2, 3, 2))
+        assert await bench.last(queue) == 1
+        feeds = await all_feeds(bench.client, bench.settings(entry, explicit))
+        assert sorted(feed.name for feed in feeds) == sorted(["OWN", *streams[1:], late, empty])
+    for stream in (*streams[1:], late, empty):
+        await bench.same(stream, stream)
+    assert bench.refs(streams[0]) == bench.refs(queue) == []
+
+
+@pytest.mark.simulated
+async def test_a_matched_stream_that_becomes_a_queue_is_not_emptied(bench: Bench) -> None:
+    stream = await bench.filled([b"x"])
+    async with bench.egress({"streams": "T*"}) as running:
+        await bench.archived_to(stream, 1)
+        await bench.recreate(stream, [b"job"] * 2, retention="workqueue")
+        status = await running.stopped(stream)
+        assert (status["code"], "expected retention limits by the pattern T*" in status["why"]) == ("E-RETENTION", True)
+        assert (await stream_info(bench.client, stream)).messages == 2

@@ -1,13 +1,19 @@
-"""The streams of an account: those that feeds archive, those that need no archive, and the rest."""
+"""The streams of an account: those that feeds archive, those that patterns match, those that need no archive, and the
+rest.
+"""
 
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from common.nats.api import BUCKET_KEY, RESTORE_KEY, StreamInfo
 from common.settings.root import Settings
-from common.subjects import name_matches
-from egress.account import AccountStream, find_uncovered, uncovered_text
+from common.subjects import common_name, name_matches
+from egress.account import AccountStream, plan_account, uncovered_text
 
 
 def stream(name: str = "S", messages: int = 1, *, is_copy: bool = False, **config: Any) -> AccountStream:
@@ -16,36 +22,94 @@ def stream(name: str = "S", messages: int = 1, *, is_copy: bool = False, **confi
 
 
 def settings(*feeds: dict[str, Any], **egress: Any) -> Settings:
-    return Settings.model_validate(
-        {"site": "eu", "store": {"url": "s3://floe"}, "egress": {"feeds": [*feeds], **egress}}
-    )
+    document = {"site": "eu", "store": {"url": "s3://floe"}, "egress": {"feeds": [*feeds], **egress}}
+    return Settings.model_validate(document)
+
+
+EXEMPT = (
+    stream("ORDERS"),
+    stream("TMP_1"),
+    stream("KV_FLOE_STATE"),
+    stream("KV_OURS"),
+    stream("KV_THEIRS", metadata={BUCKET_KEY: "leases"}),
+    stream(metadata={RESTORE_KEY: "x"}),
+    stream("FLOE_DRILL_1"),
+    stream("$MQTT_sess"),
+    stream(mirror={"name": "ORDERS"}),
+    stream(is_copy=True),
+)
+OTHERS = stream(), stream("KV_CONFIG"), stream("OBJ_FILES"), stream("TMP")
+
+
+@pytest.mark.parametrize("found", [*EXEMPT, *OTHERS, stream(retention="workqueue"), AccountStream("S"), stream("O")])
+def test_a_stream_is_archived_by_a_pattern_or_uncovered_unless_it_needs_no_archive(found: AccountStream) -> None:
+    own, rest = {"stream": "ORDERS", "name": "O"}, {"not_archived": "TMP_*", "lease_bucket": "OURS"}
+    plain = plan_account([found], settings(own, **rest))
+    assert (plain.feeds, [*plain.uncovered]) == ({}, [found.name] if found not in EXEMPT else [])
+    matching = plan_account([found], settings(own, {"streams": "*", "max_age": "1h"}, **rest))
+    assert [*matching.feeds] == [found.name] * (found in OTHERS)
+    assert [*matching.uncovered] == [found.name] * (found not in (*EXEMPT, *OTHERS))
+    for feed in matching.feeds.values():
+        assert (feed.name, feed.stream, feed.max_age, feed.filters()) == (found.name, found.name, 3600, ("",))
 
 
 @pytest.mark.parametrize(
-    ("found", "is_uncovered"),
+    ("found", "entry", "is_taken", "reason"),
     [
-        (stream(), True),
-        (stream("KV_CONFIG"), True),
-        (stream("OBJ_FILES"), True),
-        (stream(retention="workqueue"), True),
-        (AccountStream("S"), True),  # it may not be inspected
-        (stream("ORDERS"), False),
-        (stream("TMP_1"), False),
-        (stream("KV_FLOE_STATE"), False),
-        (stream("KV_OURS"), False),
-        (stream("KV_THEIRS", metadata={BUCKET_KEY: "leases"}), False),
-        (stream(metadata={RESTORE_KEY: "x"}), False),
-        (stream("FLOE_DRILL_1"), False),
-        (stream("$MQTT_sess"), False),
-        (stream(mirror={"name": "ORDERS"}), False),
-        (stream(is_copy=True), False),
+        (stream(retention="workqueue"), {}, False, "retention workqueue"),
+        (stream(retention="workqueue"), {"retention": ["limits", "workqueue"]}, True, None),
+        (stream(), {"retention": ["workqueue"]}, False, "retention limits"),
+        (stream(is_copy=True), {"relay": True}, True, None),
+        (stream(mirror={"name": "X"}), {"mirrors": True}, True, None),
+        (stream("$MQTT_msgs"), {"streams": ["*", "$MQTT_m*"]}, True, None),
+        (stream("A"), {"except": "A"}, False, None),
+        (stream("A_1"), {"streams": ["B", "A_*"], "except": ["A_2"]}, True, None),
+        (stream("N"), {}, False, "a feed of another stream has this name"),
+        (AccountStream("S"), {}, False, "its retention is not known"),
+        (stream(messages=0), {}, False, None),  # a target of Floe may begin like this
+        (stream(messages=0, retention="interest"), {"retention": ["interest"]}, True, None),
     ],
 )
-def test_a_stream_is_uncovered_unless_a_feed_has_it_or_it_needs_no_archive(
-    found: AccountStream, is_uncovered: bool
+def test_an_entry_decides_what_its_patterns_take(
+    found: AccountStream, entry: dict[str, Any], is_taken: bool, reason: str | None
 ) -> None:
-    configured = settings({"stream": "ORDERS", "name": "O"}, not_archived="TMP_*", lease_bucket="OURS")
-    assert find_uncovered([found], configured) == [found.name] * is_uncovered
+    plan = plan_account([found], settings({"stream": "X", "name": "N"}, {"streams": "*", **entry}))
+    assert (bool(plan.feeds), plan.uncovered.get(found.name)) == (is_taken, reason)
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        (
+            [{"streams": "*"}, {"streams": "KV_*"}],
+            r"feeds\.1\.streams: .* '\*' of feeds\.0 and 'KV_\*' of feeds\.1, as",
+        ),
+        (
+            [{"streams": "A*"}, {"stream": "X"}, {"streams": ["C", "*B"]}],
+            "'A.' of feeds.0 and '.B' of feeds.2, as for 'AB'",
+        ),
+        ([{"streams": "A"}, {"streams": "A"}], "as for 'A'"),
+        ([{"streams": "*", "except": "KV_*"}, {"streams": "KV_*"}], ""),
+        ([{"streams": "A*", "except": ["A*C", "A*BB"]}, {"streams": ["*CC", "*BB"]}], ""),
+        ([{"streams": "A*"}, {"streams": "*B", "except": "A?B"}], "as for 'AB'"),
+        ([{"streams": "AB"}, {"streams": "*B"}, {"stream": "AB"}], ""),
+        ([{"streams": "*", "name": "N"}], "name: expected none with streams"),
+        ([{"streams": "*", "partitions": ["a"]}], "partitions: expected none with streams"),
+        ([{"streams": "*", "stream": "S"}], "stream: expected none with streams"),
+        ([{"stream": "S", "except": "T"}], "except: expected streams with it"),
+        ([{"streams": []}], r"stream: expected a value \(required\), found nothing"),
+        ([{"streams": "a.b"}], "expected a stream name, with"),
+        ([{"streams": "*", "retention": []}], "retention: expected at least one entry"),
+    ],
+)
+def test_entries_that_match_one_stream_and_keys_that_do_not_fit_are_refused(
+    entries: list[dict[str, Any]], problem: str
+) -> None:
+    if not problem:
+        settings(*entries)
+        return
+    with pytest.raises(ValidationError, match=problem):
+        settings(*entries)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +118,6 @@ def test_a_stream_is_uncovered_unless_a_feed_has_it_or_it_needs_no_archive(
         ("*", ("", "A", "KV_a?[x]"), ()),
         ("A", ("A",), ("", "a", "AA")),
         ("TMP_*", ("TMP_", "TMP_1"), ("TMP", "1TMP_")),
-        ("*_DLQ", ("_DLQ", "A_DLQ"), ("A_DLQ_",)),
         ("a*a", ("aa", "aba"), ("a", "ab")),
         ("a*b*c", ("abc", "axbxc", "abcbc"), ("ac", "acb", "bac")),
         ("*x*x*", ("xx", "axbxc"), ("x",)),
@@ -63,6 +126,21 @@ def test_a_stream_is_uncovered_unless_a_feed_has_it_or_it_needs_no_archive(
 )
 def test_only_a_star_is_special_in_a_pattern(pattern: str, matching: tuple[str, ...], others: tuple[str, ...]) -> None:
     assert [name for name in (*matching, *others) if name_matches(pattern, name)] == [*matching]
+
+
+PATTERN = st.text("ab*", min_size=1, max_size=6)
+
+
+@given(st.lists(PATTERN, min_size=1, max_size=3), st.lists(PATTERN, max_size=3), st.text("abA", min_size=1, max_size=7))
+def test_a_common_name_is_found_exactly_if_there_is_one(included: list[str], excluded: list[str], name: str) -> None:
+    def is_common(each: str) -> bool:
+        has = [name_matches(pattern, each) for pattern in (*included, *excluded)]
+        by_expression = [re.fullmatch(p.replace("*", ".*"), each) is not None for p in (*included, *excluded)]
+        assert has == by_expression
+        return all(has[: len(included)]) and not any(has[len(included) :])
+
+    found = common_name(included, excluded)
+    assert is_common(found) if found is not None else not is_common(name)
 
 
 def test_many_uncovered_streams_are_shown_as_a_bounded_text() -> None:
