@@ -67,7 +67,7 @@ class KeyRights:
 @dataclass(frozen=True, slots=True)
 class RoleRights:
     """The rights of a role. `commands`: those that it may run. `nats`: empty if it never connects. `list_prefixes`:
-    prefixes that it may list. `note`: text that follows the commands.
+    prefixes that it may list; `s3`: empty if another role has the policy. `note`: text that follows the commands.
     """
 
     name: str
@@ -118,26 +118,43 @@ READ_ALL = KeyRights(GET, ("*",))
 SITE_KEYS = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/{site}/*", "_floe/alive/{site}/*")
 CAPTURE_KEYS = tuple(f"_floe/site=*/{kind}/*" for kind in ("config", "consumers", "deletions"))
 AUDIT_KEYS = "_floe/audit/*"
-EGRESS_COMMANDS = ("run", "init", "flush", "resolve", "repartition")
 TOMBSTONE_RUN_KEYS = ("_floe/tombstones/runs/*",)
+
+EGRESS_COMMANDS = (
+    *("egress run", "egress init", "egress flush", "egress resolve", "egress repartition", "import", "status", "state"),
+)
+
+
+def _egress_subjects(stream: str, *acks: str) -> tuple[SubjectRights, ...]:
+    return (
+        SubjectRights((*_stream(stream, *INFO_CALLS), *_consumer(stream, *CONSUMER_CALLS, "INFO"))),
+        SubjectRights(STATE),
+        SubjectRights(LEASES),
+        INBOX,
+        SubjectRights(_lease_subjects("egress"), LEASE_RELEASE_CONDITION, is_subscribe=True),
+        SubjectRights((f"{{api}}.CONSUMER.NAMES.{stream}", *acks), "for a work queue or an interest stream"),
+        SubjectRights((f"{{api}}.CONSUMER.LIST.{stream}",), "unless `capture_consumers: never`"),
+    )
+
 
 ROLES = (
     RoleRights(
         "egress",
-        (*(f"egress {each}" for each in EGRESS_COMMANDS), "import", "status", "state"),
+        EGRESS_COMMANDS,
         (
-            SubjectRights((*_stream("{stream}", *INFO_CALLS), *_consumer("{stream}", *CONSUMER_CALLS, "INFO"))),
-            SubjectRights(STATE),
-            SubjectRights(LEASES),
-            INBOX,
-            SubjectRights(_lease_subjects("egress"), LEASE_RELEASE_CONDITION, is_subscribe=True),
-            SubjectRights(("{api}.CONSUMER.NAMES.{stream}", *ACKS), "for a work queue or an interest stream"),
-            SubjectRights(("{api}.CONSUMER.LIST.{stream}",), "unless `capture_consumers: never`"),
+            *_egress_subjects("{stream}", *ACKS),
             SubjectRights(("{api}.STREAM.NAMES", "{api}.STREAM.INFO.*"), "to name the streams that no feed archives"),
         ),
         (KeyRights((*GET, *PUT), (*SITE_KEYS, "_floe/audit/*/site={site}/*")), KeyRights(GET, TOMBSTONE_RUN_KEYS)),
         (*SITE_KEYS, *TOMBSTONE_RUN_KEYS),
         note="; `status` of its site",
+    ),
+    RoleRights(
+        "egress-account",
+        EGRESS_COMMANDS,
+        (SubjectRights(("{api}.STREAM.NAMES",)), *_egress_subjects("*", "$JS.ACK.>")),
+        (),
+        note=" with `streams` in `egress.feeds`: every stream of the account",
     ),
     RoleRights(
         "ingress",
@@ -292,7 +309,8 @@ def rights_files(names: RightsNames) -> Iterator[tuple[str, str]]:
     for role in ROLES:
         if role.nats:
             yield f"nats-{role.name}.conf", nats_conf(role, names)
-        yield f"s3-{role.name}.json", json.dumps(s3_policy(role, names), indent=2) + "\n"
+        if role.s3:
+            yield f"s3-{role.name}.json", json.dumps(s3_policy(role, names), indent=2) + "\n"
 
 
 _ANY = "*"
@@ -320,6 +338,8 @@ def update_page(page: str) -> str:
                 _cell(r for r in role.nats if r.is_subscribe is is_subscribe) for is_subscribe in (False, True)
             )
             nats.append(f"| {role.name} | {publish} | {subscribe} |")
+        if not role.s3:
+            continue
         keys = [(("s3:ListBucket",), role.list_prefixes), *((rule.actions, rule.keys) for rule in role.s3)]
         text = "; ".join(
             f"{', '.join(a.removeprefix('s3:') for a in actions)} on {', '.join(f'`{key or _ANY}`' for key in which)}"

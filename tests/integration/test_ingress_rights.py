@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from common.errors import Refused
-from common.nats.api import create_stream, next_message
+from common.nats.api import consumer_names, create_stream, next_message, stream_info
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue
 from common.settings.service import NatsSettings
@@ -193,10 +193,10 @@ async def test_commands_of_a_site_have_the_rights_of_egress(server: NatsServer, 
     assert asked == ["$JS.API.INFO"], "a role needs no limits"
 
 
-def as_egress(server: NatsServer, *names: str) -> str:
+def as_egress(server: NatsServer, *names: str, role: str = "egress") -> str:
     """The users of a server, one of them egress with rights that are made for these names."""
     main([str(server.folder), *names])
-    egress = "{ user: egress, password: secret\ninclude nats-egress.conf\n}"
+    egress = f"{{ user: egress, password: secret\ninclude nats-{role}.conf\n}}"
     return f"authorization {{ users: [ {{user: all, password: secret}}\n{egress} ] }}"
 
 
@@ -221,6 +221,43 @@ async def test_egress_archives_with_the_rights_made_for_a_domain(tmp_path: Path,
             await KeyValue(found, "OTHER").put("a", b"")
         await found.aclose()
         await client.aclose()
+
+
+async def test_egress_archives_a_whole_account_with_the_rights_for_it(tmp_path: Path) -> None:
+    with NatsServer() as server:
+        server.extra = as_egress(server, role="egress-account")
+        server.restart()
+        client = await everything(server)
+        bench = Bench(server.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
+        kinds = {"ORDERS": "limits", "JOBS": "workqueue", "KV_CONFIG": "limits", "NEWS": "interest"}
+        entry = {"streams": "*", "retention": [*dict.fromkeys(kinds.values())]}
+        first, late = [*kinds][:2], [*kinds][2:]
+        for name in first:
+            await bench.make_stream(name, retention=kinds[name])
+            await bench.publish(name, [b"x"] * 10)
+        async with bench.egress(entry, nats=AS_EGRESS):
+            for name in first:
+                await bench.archived_to(name, 10)
+            for name in late:
+                await bench.make_stream(name, retention=kinds[name])
+            await soon(lambda: has_consumer(client, "NEWS"))
+            for name in late:
+                await bench.publish(name, [b"x"] * 10)
+                await bench.archived_to(name, 10)
+            for name in ("JOBS", "NEWS"):
+                await soon(lambda: is_empty(client, name))  # noqa: B023
+        assert violations(server) == []
+        assert [len(bench.messages(name)) for name in kinds] == [10] * 4
+        await client.aclose()
+
+
+async def has_consumer(client: FloeClient, stream: str) -> bool:
+    return bool(await consumer_names(client, stream))
+
+
+async def is_empty(client: FloeClient, stream: str) -> bool:
+    info = await stream_info(client, stream)
+    return info is not None and not info.messages
 
 
 def leaves(group: click.Group, *path: str) -> Iterator[str]:

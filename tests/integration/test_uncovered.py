@@ -1,13 +1,15 @@
 """Streams of the account that no feed archives, as egress finds and names them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.nats.api import stream_info
 from egress.account import all_feeds
+from egress.status import site_view
 from tests.support.basics import metric_value, soon, unique
-from tests.support.egress import SITE, Bench
+from tests.support.egress import QUICK, SITE, Bench
 
 
 @pytest.mark.simulated
@@ -63,8 +65,12 @@ async def test_streams_that_a_pattern_matches_are_archived_by_all_processes_toge
 @pytest.mark.simulated
 async def test_a_matched_stream_that_becomes_a_queue_is_not_emptied(bench: Bench) -> None:
     stream = await bench.filled([b"x"])
-    async with bench.egress({"streams": "T*"}) as running:
+    tuning = replace(QUICK, intervals=replace(QUICK.intervals, alive=1.0))
+    async with bench.egress({"streams": "T*"}, tuning=tuning) as running:
         await bench.archived_to(stream, 1)
+        await soon(lambda: bench.chains.list_heartbeats(SITE))
+        view = await site_view(bench.settings({"streams": "T*"}, monitor={"listen": ""}))
+        assert [(row["feed"], row["archived"]) for row in view.rows()] == [(stream, 1)], view.rows()
         await bench.recreate(stream, [b"job"] * 2, retention="workqueue")
         status = await running.stopped(stream)
         assert (status["code"], "expected retention limits by the pattern T*" in status["why"]) == ("E-RETENTION", True)
