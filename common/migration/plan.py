@@ -152,11 +152,23 @@ def _centres(sites: Sequence[PlannedSite]) -> list[PlannedCentre]:
     return list(centres.values())
 
 
+_IN_ORDER = "a feed is read in order by one reader; partitions divide it where a reader is too slow"
+
 #: Keys of an entry without a counterpart, and why.
 STREAM_KEYS_LEFT_OUT = {
     "ephemeral": "a start copies nothing again: Floe continues at its position",
     "target_initiated": "Floe always runs at both ends: egress at the source, ingress at the target",
     "leader_election_name": "several instances share the work by leases, without a key; see lease_ttl",
+    # Those before 0.5, as `common.migration.topics` names them.
+    "workers": _IN_ORDER,
+    "queued": _IN_ORDER,
+    "queue_group": _IN_ORDER,
+    "source_cluster_id": "the name of the site; JetStream has no cluster id to connect with",
+    "target_cluster_id": "JetStream has no cluster id to connect with",
+    "durable_name": "egress knows its position from the bucket, without a named subscription",
+    "topic_monitor": "one process has all feeds: the port of the first topic is egress.monitor.listen",
+    "tls_identity": "only with scheme: puppet; otherwise ca, cert and key name the files",
+    "advisory_cluster": "advisories are published at the site; carry them to the centre as a feed of their own",
 }
 
 _STARTS = ("start_at_end", "start_sequence", "start_delta", "start_time")  # the first that is set counts
@@ -167,6 +179,9 @@ _ZERO_TIME = "0001-01-01T00:00:00Z"
 def feed_of(stream: FileKeys) -> tuple[Entries, list[Note]]:
     """Return the keys of the feed except name and filter, and notes about differences; problems are noted."""
     entries, notes = Entries([stream.entry("stream", stream.text("stream"))]), stream.notes_for(STREAM_KEYS_LEFT_OUT)
+    if stream.paths and stream.text("stream"):
+        reason = f"NATS Streaming is not read: {stream.text('stream')} is the JetStream stream with this subject"
+        notes.append(stream.note("stream", f"{reason}; create it, or set the name of the one that has it"))
     entries += [*_start(stream, notes), *stream.duration("max_age")]
     if mode := _mode(stream, notes):
         entries += _sampling(stream, mode, notes)
@@ -211,7 +226,7 @@ def _sampling(stream: FileKeys, mode: str, notes: list[Note]) -> list[YamlEntry]
     entries = [stream.entry(mode)]
     if stream.text("inspect_force_field"):
         reason = "stream-replicator forced a copy if the field was present, Floe if it is true"
-        notes.append(stream.note("inspect_force_field", reason))
+        notes += [] if stream.paths else [stream.note("inspect_force_field", reason)]
         entries.append(stream.entry("inspect_force_field"))
     entries += [*stream.duration("inspect_duration"), *stream.duration("warn_duration")]
     if size := math.ceil(stream.get("size_trigger", 0)):

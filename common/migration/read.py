@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -26,12 +26,20 @@ MAPPING = "a mapping of text"
 Shape = Mapping[str, Any]  # a kind, the shape of a section, or a list with the shape that each of its sections has
 
 
-def _all(kind: str | Shape, keys: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class NamedSections:
+    """A mapping from names that the user chose to sections of one shape."""
+
+    shape: Shape
+
+
+def all_of(kind: str | Shape, keys: str) -> dict[str, Any]:
+    """Return the shape of a section whose keys all have the same kind."""
     return dict.fromkeys(keys.split(), kind)
 
 
-TLS: Shape = _all(TEXT, "ca cert key")
-CHORIA: Shape = _all(TEXT, "seed_file jwt_file collective")
+TLS: Shape = all_of(TEXT, "ca cert key")
+CHORIA: Shape = all_of(TEXT, "seed_file jwt_file collective")
 ADVISORY: Shape = {"subject": TEXT, "reliable": FLAG}
 HEARTBEAT_SUBJECT: Shape = {"subject": TEXT, "interval": TEXT, "headers": MAPPING}
 HEARTBEATS: Shape = {"leader_election": FLAG, "interval": TEXT, "headers": MAPPING, "subjects": [HEARTBEAT_SUBJECT]} | {
@@ -40,13 +48,13 @@ HEARTBEATS: Shape = {"leader_election": FLAG, "interval": TEXT, "headers": MAPPI
     "url": TEXT,
 }
 STREAM: Shape = (
-    _all(TEXT, "name stream filter_subject target_stream target_subject_prefix target_subject_remove")
-    | _all(TEXT, "source_url target_url")
-    | _all(FLAG, "no_target_create ephemeral target_initiated")
+    all_of(TEXT, "name stream filter_subject target_stream target_subject_prefix target_subject_remove")
+    | all_of(TEXT, "source_url target_url")
+    | all_of(FLAG, "no_target_create ephemeral target_initiated")
     | {"start_sequence": NON_NEGATIVE_INTEGER, "start_time": TEXT, "start_delta": TEXT, "start_at_end": FLAG}
-    | _all(TLS, "tls source_tls target_tls")
-    | _all(CHORIA, "choria source_choria target_choria")
-    | _all(TEXT, "max_age inspect_field inspect_force_field inspect_header")
+    | all_of(TLS, "tls source_tls target_tls")
+    | all_of(CHORIA, "choria source_choria target_choria")
+    | all_of(TEXT, "max_age inspect_field inspect_force_field inspect_header")
     | {"inspect_subject_token": INTEGER, "inspect_duration": TEXT, "warn_duration": TEXT}
     | {"size_trigger": NUMBER, "leader_election_name": TEXT, "advisory": ADVISORY}
 )
@@ -71,13 +79,17 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class FileKeys:
-    """The keys of one section of the file. A key that is null counts as not given, as it does for stream-replicator."""
+    """The keys of one section of the file. A key that is null counts as not given, as it does for stream-replicator.
+
+    `paths`: of keys that have another place in the file, of the form before 0.5; empty for the present form.
+    """
 
     mark: Mark
     path: str
     values: Mapping[str, Any]
     marks: Mapping[str, Mark]
     problems: Problems
+    paths: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, key: str) -> bool:
         return key in self.values
@@ -91,7 +103,7 @@ class FileKeys:
         return str(self.values.get(key, ""))
 
     def key_path(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
+        return self.paths.get(key) or (f"{self.path}.{key}" if self.path else key)
 
     def mark_of(self, key: str) -> Mark:
         """Return the place of the value; that of the section if it is not given."""
@@ -132,13 +144,18 @@ def read(node: MappingNode, problems: Problems, shape: Shape = FILE, path: str =
     return FileKeys(node.mark, path, given, {key: node.entries[key].mark for key in given}, problems)
 
 
-def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path: str) -> Any:
+def _value(node: Node, kind: str | Shape | list[Shape] | NamedSections, problems: Problems, path: str) -> Any:
     """Return the value of `node`; None, with a problem noted, if it is not of this kind."""
     if isinstance(kind, list):
         if isinstance(node, ListNode):
             found = [_value(item, kind[0], problems, f"{path}.{n}") for n, item in enumerate(node.items)]
             return tuple(each for each in found if each is not None)
         expected = "a list"
+    elif isinstance(kind, NamedSections):
+        if isinstance(node, MappingNode):
+            named = (_value(below, kind.shape, problems, f"{path}.{name}") for name, below in node.entries.items())
+            return tuple(each for each in named if each is not None)
+        expected = "a mapping"
     elif isinstance(kind, Mapping):
         if isinstance(node, MappingNode):
             return read(node, problems, kind, path)
@@ -258,7 +275,7 @@ def read_connection(stream: FileKeys, top: FileKeys, side: Side) -> tuple[Replic
         notes.append(place.note(name, reason))
     for place, name in _inherited(stream, top, side, "tls"):
         section: FileKeys = place.get(name)
-        tls = {each: section.text(each) for each in TLS if section.text(each)}
+        tls = {each: section.text(each) for each in section.values if section.text(each)}
         if ("cert" in tls) != ("key" in tls):
             notes.append(place.note(name, "cert and key work only together, and stream-replicator used neither"))
             tls = {each: text for each, text in tls.items() if each == "ca"}

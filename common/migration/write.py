@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from common.migration import plan
 from common.migration.entries import Entries, Variable, YamlEntry, comment, origins, render
-from common.migration.read import FileKeys, Note, read, read_connection
+from common.migration.read import FILE, FileKeys, Note, read, read_connection
+from common.migration.topics import TOPICS_FILE, as_streams
 from common.settings.loader import parse_documents
 from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, raise_problems
 from common.subjects import covers, first_overlap, overlaps
 
 _VARIABLE = re.compile(r"(?<!\$)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_OF_STREAMS = ("streams.", "topics.")  # beginnings of the paths of keys of one entry
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning"}
 
 #: Keys of the file as a whole without a counterpart, and why.
@@ -45,7 +47,7 @@ def _file(name: str, site: str, entries: Entries, notes: Iterable[Note], source:
     unique = tuple(dict.fromkeys(notes))
     head = (_SITE_HEAD if site else _CENTRE_HEAD).format(name=name)
     lines = [f"{name}, made from {source} by floe config import-stream-replicator", head]
-    if general := [f" {note}" for note in unique if not note.path.startswith("streams.")]:
+    if general := [f" {note}" for note in unique if not note.path.startswith(_OF_STREAMS)]:
         lines += ["", "not imported, or changed:", *general]
     text = "".join(f"{line}\n" for line in comment(lines)) + render(entries)
     return ImportedFile(name, site, text, unique, origins(entries))
@@ -73,7 +75,7 @@ def _log(top: FileKeys, notes: list[Note]) -> list[YamlEntry]:
 
 
 def _lines(notes: Iterable[Note]) -> list[str]:
-    return [str(note) for note in dict.fromkeys(notes) if note.path.startswith("streams.")]
+    return [str(note) for note in dict.fromkeys(notes) if note.path.startswith(_OF_STREAMS)]
 
 
 def _site_file(
@@ -213,8 +215,10 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
     if len(roots) != 1:
         problems.add(roots[1].mark, (), f"expected one document, found {len(roots)}")
         raise_problems(problems)
-    top = read(roots[0], problems)
+    is_old = "topics" in roots[0].entries and "streams" not in roots[0].entries
+    top = read(roots[0], problems, TOPICS_FILE if is_old else FILE)
     raise_problems(problems)
+    top = as_streams(top) if is_old else top
     paths = [path for stream in top.get("streams", ()) if (path := _path(stream, top)) is not None]
     # The name in the form of a site name: other characters become `-`.
     own = re.sub(r"[^A-Za-z0-9_-]", "-", top.text("name")).lstrip("_-")[:63] or "site"

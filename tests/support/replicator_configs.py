@@ -168,3 +168,28 @@ heartbeats.choria heartbeats.url heartbeats.subjects.subject heartbeats.subjects
 heartbeats.subjects.headers
 """.split()  # noqa: SIM905
 PARAMETERS = ["credentials", "jwt", "nkey", "tls_handshake_first", "insecure", "connect_timeout"]
+
+# The form before 0.5.
+TOPICS = """\
+debug: true
+logfile: /var/log/stream-replicator.log
+state_dir: /var/cache/stream-replicator
+tls: {identity: foo.replicator, scheme: puppet, ssl_dir: /etc/sr/ssl}
+topics:
+  cmdb:
+    topic: acme.cmdb
+    workers: 10
+    source_url: nats://s:4222
+    source_cluster_id: dc1
+    target_url: nats://t:4222
+    target_cluster_id: dc2
+    queued: true
+    queue_group: cmdb
+    inspect: host
+    update_flag: updated
+    age: 1h
+    monitor: 10000
+    name: cmdb_replicator
+    disable_target_tls: true
+    advisory: {target: sr.advisories.cmdb, cluster: target, age: 30m}
+"""

@@ -11,11 +11,12 @@ from click.testing import CliRunner, Result
 import floe
 from common.migration import entries, read
 from common.migration.read import FILE, Shape, convert_duration
+from common.migration.topics import TOPICS_FILE
 from common.migration.write import Imported, import_stream_replicator
 from common.settings.loader import parse_documents
 from common.settings.root import Settings
 from common.settings.yaml import ConfigFileError, Problems, parse_yaml
-from tests.support.replicator_configs import DOCUMENTED, HEAD, KEYS, LOGINS, PARAMETERS, PARTITIONED
+from tests.support.replicator_configs import DOCUMENTED, HEAD, KEYS, LOGINS, PARAMETERS, PARTITIONED, TOPICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 SERVERS = {"S": "nats://s:4222,nats://r:4222", "S2": "nats://r, nats://s"}
@@ -369,6 +370,46 @@ def test_the_page_on_migration_names_every_key() -> None:
     table = PAGE.read_text().split("<!-- keys: begin -->")[1].split("<!-- keys: end -->")[0]
     rows = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
     assert set(re.findall(r"`([^`]+)`", " ".join(rows))) == {*KEYS, *(f"?{name}" for name in PARAMETERS)}
+
+
+def test_the_form_before_0_5_becomes_feeds_with_a_remark_for_each_key_without_a_counterpart() -> None:
+    found = settings(imported(TOPICS))
+    [feed] = found["site.yaml"].egress.feeds
+    assert (found["site.yaml"].site, feed.stream, feed.filter_subject) == ("dc1", "acme_cmdb", "acme.cmdb")
+    assert (feed.inspect_field, feed.inspect_force_field, feed.inspect_duration) == ("host", "updated", 3600)
+    assert (feed.warn_duration, feed.advisory.subject, feed.advisory.reliable) == (1800, "sr.advisories.cmdb", False)
+    assert found["site.yaml"].egress.monitor.listen == ":10000"
+    assert (found["site.yaml"].log.level, found["site.yaml"].nats.tls.ssl_dir) == ("debug", "/etc/sr/ssl")
+    central = found["central.yaml"]
+    [target] = central.ingress.targets
+    assert (central.nats.tls.scheme, target.subjects_to_create()) == ("files", ("acme.cmdb",))
+    remarked = "topic workers queued queue_group name monitor source_cluster_id target_cluster_id advisory.cluster"
+    assert {*notes(TOPICS)} == {*(f"topics.cmdb.{key}" for key in remarked.split()), "state_dir", "logfile"}
+    manual = TOPICS.replace("scheme: puppet, ssl_dir: /etc/sr/ssl", "scheme: manual, cert: c.pem, key: k.pem")
+    assert "only with scheme: puppet" in notes(manual)["tls.identity"]
+    assert site(manual).nats.tls.key == "k.pem"
+
+
+def test_problems_of_the_form_before_0_5_are_where_they_are_in_the_file() -> None:
+    wrong = TOPICS.replace("acme.cmdb", "[]").replace("workers", "worker")
+    assert [line.partition(" of stream-rep")[0].partition(", found")[0] for line in problems(wrong)] == [
+        "sr.yaml:7:12: topics.cmdb.topic: expected text",
+        "sr.yaml:8:5: topics.cmdb.worker: unknown key",
+    ]
+    wrong = TOPICS.replace("    topic: acme.cmdb\n", "").replace("age: 1h", "age: soon").replace("t:4222", "t:x")
+    found = {line.partition(": expected")[0].partition(": ")[2] for line in problems(wrong)}
+    assert found == {"topics.cmdb.topic", "topics.cmdb.age", "topics.cmdb.target_url"}
+    both = {"topics": {}, "streams": []}
+    assert "unknown key" in problems(json.dumps(both))[0]
+
+
+def test_every_key_of_the_form_before_0_5_is_on_the_page() -> None:
+    table = PAGE.read_text().split("<!-- topics: begin -->")[1].split("<!-- topics: end -->")[0]
+    rows = [row.split(" | ")[0] for row in table.strip().splitlines()[2:]]
+    shape = {**TOPICS_FILE, "topics": [TOPICS_FILE["topics"].shape]}
+    assert {*re.findall(r"`([^`]+)`", " ".join(rows))} == {
+        key.removeprefix("topics.") for key in every_key(shape) if not key.startswith("topics.tls")
+    }
 
 
 def test_the_example_of_the_page_is_what_the_command_prints() -> None:
