@@ -127,8 +127,9 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
     """Print the configuration FILE of stream-replicator as files of Floe: a site.yaml for each source, a
     central.yaml for each target.
 
-    Also of the form before 0.5, with `topics`. Comments name every key that is not imported, and the reason;
-    secrets become variables and are never printed. Exit 78 if there is a problem; each one is a line `file:line:column: key: text`.
+    Also of the form before 0.5, with `topics`. Comments name every key that is not imported, and the reason; secrets
+    become variables and are never printed. Exit 78 if there is a problem; each one is a line
+    `file:line:column: key: text`.
 
     \b
     Example: floe config import-stream-replicator /etc/stream-replicator/sr.yaml --out-dir /etc/floe
