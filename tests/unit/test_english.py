@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_house import COUNTED, PRODUCT, TEXT, docstrings, files, name_of, parsed
+from tests.unit.test_house import COUNTED, PRODUCT, TEXT, docstrings, files, name_of, parsed, tree_of
 
 MOST_QUESTION_WORDS = 5  # for each 1,000 words of docstrings and comments
 QUESTION_WORD = re.compile(r"\b(what|who|where|whether|whoever|whatever|whose)\b", re.IGNORECASE)
@@ -33,9 +33,11 @@ def question_starts(tree: ast.Module) -> Iterator[Place]:
 
 def prose(source: str) -> list[Place]:
     """Return docstrings and comments without their code spans."""
-    texts = ((source.count("\n", 0, text.start()) + 1, text[0]) for text in TEXT.finditer(source))
-    comments = [(line, text) for line, text in texts if text.startswith("#")]
-    return [(line, CODE_SPAN.sub("", text)) for line, text in docstring_texts(ast.parse(source)) + comments]
+    line, at, comments = 1, 0, []
+    for text in TEXT.finditer(source):
+        line, at = line + source.count("\n", at, text.start()), text.start()
+        comments += [(line, text[0])] * text[0].startswith("#")
+    return [(line, CODE_SPAN.sub("", text)) for line, text in docstring_texts(tree_of(source)) + comments]
 
 
 def too_many(texts: Iterable[tuple[object, str]]) -> list[str]:

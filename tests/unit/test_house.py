@@ -39,9 +39,11 @@ COMPONENTS = {"egress/deps.py EgressDeps", "ingress/deps.py IngressDeps"}
 GROUND: dict[str, str] = {}
 
 
-@cache
+tree_of = cache(ast.parse)
+
+
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return tree_of(path.read_text())
 
 
 @cache
