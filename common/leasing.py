@@ -316,9 +316,13 @@ class LeaseGroup:
         slot.lease = await self._leases.acquire(slot.key)
         return slot.lease
 
-    async def remove_slot(self, slot: LeaseSlot) -> None:
-        """End this process's work on the key, and release its lease; the key still counts for the fair share."""
+    async def remove_slot(self, slot: LeaseSlot, *, is_over: bool = False) -> None:
+        """End this process's work on the key, and release its lease; the key still counts for the fair share, unless
+        there is no such work any more (`is_over`).
+        """
         self._slots.pop(slot.key, None)
+        if is_over:
+            self._keys.discard(slot.key)
         if (lease := slot.remove_lease()) is not None:
             await lease.release()
 

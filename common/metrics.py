@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Sample
@@ -120,6 +121,13 @@ def counter_total(metric: Counter, **labels: str) -> float:
     """Return the count of `metric` over all labels, or over those that have the values `labels`."""
     samples = (sample for family in metric.collect() for sample in family.samples if sample.name.endswith("_total"))
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def remove_series(labels: Mapping[str, str]) -> None:
+    """Remove the series of all metrics with these labels, which may have others too."""
+    for metric in {each for each in REGISTRY._collector_to_names if isinstance(each, MetricWrapperBase)}:
+        if labels.keys() <= set(metric._labelnames):
+            metric.remove_by_labels(dict(labels))
 
 
 # Counters begin at 0: without a sample before its first event, a counter has no increase that an alert could see

@@ -16,13 +16,10 @@ from common.nats.api import SCRATCH_PREFIX, StreamInfo, check_token, query_messa
 from common.nats.client import FloeClient
 from common.nats.durables import LIMITS
 from common.nats.headers import SOURCE_HEADER, header_value
-from common.observe.monitor import Health
 from common.settings.egress import MQTT_PREFIX, FeedSettings
 from common.settings.root import Settings
 from common.settings.types import format_count
 from common.subjects import name_matches
-from common.tasks import Stop, restart_on_error, run_until_stopped, wait_for
-from egress import metrics
 
 log = get_logger(__name__)
 
@@ -121,6 +118,14 @@ def uncovered_part(parts: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the part of /status with the account's streams, of the first process that has one; empty without any."""
     shown = [part for name, part in parts.items() if name == ACCOUNT_PART or name.startswith(f"{ACCOUNT_PART} (")]
     return next((part for part in shown if "uncovered_streams" in part), {})
+
+
+def deleted_text(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Describe the streams whose deletion was announced, for people; empty if there are none. `parts`: of /status."""
+    shown = uncovered_part(parts)
+    if not (count := shown.get("deleted_streams")):
+        return ""
+    return f"{format_count(count, 'deleted stream')}: {'; '.join(shown['deleted'])}"
 
 
 def uncovered_text(parts: Mapping[str, Mapping[str, Any]]) -> str:
@@ -227,71 +232,3 @@ async def all_feeds(client: FloeClient, settings: Settings) -> list[FeedSettings
     if (streams := await AccountListing(client, settings).read()) is None:
         raise Refused(f"not permitted: {client.api_subject('STREAM.NAMES')}", code="E-NATS-PERMISSION")
     return [*feeds, *plan_account(streams, settings).feeds.values()]
-
-
-class AccountWatch:
-    """Watch on the account's streams, every `period` seconds: it adds the feeds of those that patterns match, and names
-    those that no feed archives.
-
-    `add_feed`: called once for each feed of a pattern.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        client: FloeClient,
-        health: Health,
-        period: float,
-        add_feed: Callable[[FeedSettings], None] = lambda _: None,
-    ) -> None:
-        self._settings, self._clock, self._health, self._period = settings, client.clock, health, period
-        self._listing, self._add_feed = AccountListing(client, settings), add_feed
-        self._running: dict[str, FeedSettings] = {}
-        self._uncovered: list[str] = []
-        self._failure = ""
-        if settings.egress.patterns:
-            health.set_ready(ACCOUNT_PART, False, "the streams of the account are not listed yet")
-
-    async def run(self, stop: Stop) -> None:
-        """List until `stop` is set; begin again after an unexpected error."""
-        await restart_on_error("account", lambda: self._watch(stop), self._clock)
-
-    async def _watch(self, stop: Stop) -> None:
-        while not stop.is_set:
-            try:
-                await run_until_stopped(stop, self._check())
-                self._failure = ""
-            except FloeError as error:
-                if self._failure != error.code:
-                    self._failure = error.code
-                    log.info("account listing deferred", action="account_deferred", code=error.code, error=str(error))
-            await wait_for(stop, self._period)
-
-    async def _check(self) -> None:
-        has_patterns = bool(self._settings.egress.patterns)
-        if (streams := await self._listing.read(self._running)) is None:
-            reason = "the right to STREAM.NAMES is missing"
-            self._health.set_status(ACCOUNT_PART, {"uncovered": f"not known: {reason}"})
-            if has_patterns:
-                self._health.set_ready(ACCOUNT_PART, False, reason)
-            return
-        plan = plan_account((each for each in streams if each.name not in self._running), self._settings)
-        for name, feed in plan.feeds.items():
-            self._running[name] = feed
-            log.info("feed added", action="feed_added", feed=name, pattern=feed.pattern)
-            self._add_feed(feed)
-        if has_patterns:
-            self._health.set_ready(ACCOUNT_PART, True)
-        self._show(len(streams), plan.uncovered)
-
-    def _show(self, streams: int, uncovered: Mapping[str, str]) -> None:
-        found = [f"{name} ({reason})" if reason else name for name, reason in uncovered.items()]
-        metrics.uncovered.labels(self._settings.site).set(len(found))
-        matched = {"matched": len(self._running)} if self._settings.egress.patterns else {}
-        shown = {"uncovered_streams": len(found), "uncovered": found[:MAX_SHOWN_NAMES]}
-        self._health.set_status(ACCOUNT_PART, {"streams": streams, **matched, **shown})
-        if new := sorted({*found} - {*self._uncovered}):
-            names = ", ".join(new[:MAX_SHOWN_NAMES])
-            hint = "archive them with a feed, or name them in egress.not_archived"
-            log.warning("streams uncovered", action="streams_uncovered", count=len(new), streams=names, hint=hint)
-        self._uncovered = found

@@ -40,6 +40,7 @@ class PartitionFeed:
         self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health, threads: ProcessThreads
     ) -> None:
         self.chain = self._chain = partition.chain
+        self.is_matched = bool(partition.settings.streams)
         self._pools = threads.pools()
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
         self._report.set_state("starting", ready=False, reason="the holder of its lease is not known yet")
@@ -47,12 +48,15 @@ class PartitionFeed:
         self._slot = sharing.slot(lease_key(self._chain), self._report)
         self._deps = deps.for_partition(partition, self._report, self._pools)
         self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
+        self.removed = Stop()
 
     def flush(self, incarnation: int = 0, least: int = 0) -> SessionFlush | None:
         """Flush as `Session.flush`; return None also if this process does not read the partition."""
         return self._worker.flush(incarnation, least)
 
     async def run(self, stop: Stop) -> None:
+        """Work until `stop` or `removed` is set and everything is put."""
+        stop = Stop(stop, self.removed)
         try:
             with closing(self._pools):
                 while (lease := await self._wait_for_lease(stop)) is not None:
@@ -61,6 +65,11 @@ class PartitionFeed:
                     await self._put_remaining(stop)
         finally:
             self._worker.log_and_discard()
+
+    async def leave(self) -> None:
+        """Leave the group that shares the leases, and remove the report, after the end of `run`."""
+        await self._sharing.remove_slot(self._slot, is_over=True)
+        self.report.remove()
 
     async def _wait_for_lease(self, stop: Stop) -> Lease | None:
         """Return the lease; None at a stop. Meanwhile, put messages left from a lost lease if their stream is gone."""
@@ -153,7 +162,7 @@ class PartitionFeed:
 
 
 class FeedSet:
-    """Partitions of this process, which may become more while it runs. `feeds`, `reports`: those at this moment."""
+    """Partitions of this process, which come and go while it runs. `feeds`, `reports`: those at this moment."""
 
     def __init__(
         self, site: str, deps: EgressDeps, sharing: LeaseGroup, health: Health, threads: ProcessThreads
@@ -172,10 +181,26 @@ class FeedSet:
             self._deps.budget.chains = len(self.feeds)
             self._begin(added)
 
+    def matched(self) -> dict[str, PartitionFeed]:
+        """Return the feeds of streams that patterns match, by name; each has one partition."""
+        return {each.chain.feed: each for each in self.feeds if each.is_matched}
+
+    def remove(self, name: str) -> None:
+        """Remove a feed of `matched` as soon as everything is put."""
+        self.matched()[name].removed.set()
+
+    async def _run_feed(self, feed: PartitionFeed, stop: Stop) -> None:
+        await feed.run(stop)
+        if feed.removed.is_set:
+            await feed.leave()
+            self.feeds.remove(feed)
+            self.reports.remove(feed.report)
+            self._deps.budget.chains = len(self.feeds)
+
     async def run(self, stop: Stop) -> None:
         """Run all feeds until `stop` is set and they have drained."""
         async with asyncio.TaskGroup() as tasks:
-            self._begin = lambda feed: tasks.create_task(feed.run(stop))
+            self._begin = lambda feed: tasks.create_task(self._run_feed(feed, stop))
             for feed in self.feeds:
                 self._begin(feed)
             await stop.wait()

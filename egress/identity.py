@@ -316,9 +316,16 @@ def _count_common(source: SourceStream, end: int) -> int:
 def no_stream_error(partition: Partition) -> Stopped:
     return Stopped(
         f"{partition.chain}: stream {partition.stream} does not exist",
-        hint="create it: the feed then begins by itself",
+        hint=f"create it: the feed then begins by itself{_exclusion_hint(partition)}",
         code=CODES[VerdictKind.GONE],
     )
+
+
+def _exclusion_hint(partition: Partition) -> str:
+    """Return the step for a stream that a pattern matched and that was deleted while nobody listened."""
+    if not partition.settings.streams:
+        return ""
+    return f"; or, if it was deleted on purpose, add {partition.stream} to `except` of {partition.settings.pattern}"
 
 
 def gone_hint(partition: Partition, chain: Chain, *, elsewhere: bool) -> str:
@@ -328,7 +335,7 @@ def gone_hint(partition: Partition, chain: Chain, *, elsewhere: bool) -> str:
     again = "create it again, and its next incarnation begins by itself"
     if partition.settings.on_recreated == "halt":
         again = "create it again, then decide with the last command: `on_recreated` is halt"
-    lines = [f"restore the stream as it was, and the feed continues; or {again}"]
+    lines = [f"restore the stream as it was, and the feed continues; or {again}{_exclusion_hint(partition)}"]
     if not partition.settings.sampling_key:
         lines[0] += "; to restore it from the archive (try --dry-run first):"
         lines.append(restore_command(chain, elsewhere=elsewhere))

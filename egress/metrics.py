@@ -61,6 +61,7 @@ resets = counter("egress_doubts", "Readers that were abandoned, by reason.", (*C
 unverified = gauge("egress_unverified", "1 while no archived message is left in the stream to compare.", CHAIN)
 drifted = gauge("egress_created_drifted", "1 while the stream's creation time differs but its data do not.", CHAIN)
 stopped = gauge("egress_stopped", "1 while the chain waits for an operator.", CHAIN)
+source_gone = gauge("egress_source_gone", "1 while the chain is stopped because its stream does not exist.", CHAIN)
 waiting = gauge("egress_waiting", "1 while NATS or the object store cannot be reached.", CHAIN)
 lost = gauge("egress_lost_sequences", "Sequences under existing coverage that neither archive nor stream hold.", CHAIN)
 damaged = gauge(

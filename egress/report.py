@@ -18,8 +18,8 @@ from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import DataError, FloeError
 from common.exits import floe_command
 from common.logs import get_logger
-from common.metrics import show_zeros
-from common.nats.api import StreamInfo, query
+from common.metrics import remove_series, show_zeros
+from common.nats.api import RESTORING_CODE, StreamInfo, query
 from common.nats.client import FloeClient
 from common.nats.lease import format_owner
 from common.observe.monitor import Health
@@ -29,10 +29,13 @@ from common.subjects import matches
 from common.tasks import record_unexpected
 from egress import metrics
 from egress.builder import ClosedBy, OpenSegment
-from egress.identity import Evidence, SourceVerdict, VerdictKind
+from egress.identity import CODES, Evidence, SourceVerdict, VerdictKind
 from egress.partition import Partition
 
 log = get_logger(__name__)
+
+SOURCE_GONE_CODE = CODES[VerdictKind.GONE]
+DELETED = "deleted"  # state of a chain whose stream was deleted on purpose
 
 
 class SamplingReport:
@@ -116,6 +119,7 @@ class FeedReport:
         self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
         self._failed_at, self._end_before, self._is_waiting = 0.0, 0, False
         self._held: FloeError | None = None
+        self._is_deletion_announced = False
         self._seconds_left: Callable[[], float] = lambda: math.inf
         self._open: Callable[[], OpenSegment | None] = lambda: None
         self._status["open_segment"] = self._open_segment  # called when the page is requested
@@ -127,7 +131,14 @@ class FeedReport:
         for gauge, field in figures:
             gauge.labels(*self._labels).set_function(partial(self._figure, field))
         metrics.waiting.labels(*self._labels).set_function(lambda: float(self._is_waiting or self._is_store_silent()))
-        of_chain = (metrics.stopped, metrics.lost, metrics.lease_held, metrics.unverified, metrics.put_done)
+        of_chain = (
+            metrics.stopped,
+            metrics.source_gone,
+            metrics.lost,
+            metrics.lease_held,
+            metrics.unverified,
+            metrics.put_done,
+        )
         for each in (*of_chain, metrics.damaged, metrics.stalled):
             self._set(each, 0)
         for reason in UNREAD_REASONS:
@@ -225,7 +236,35 @@ class FeedReport:
             self._log("warning", "service not reached", action="chain_waiting", code=error.code, error=str(error))
         self.set_state("waiting", ready=False, reason=error.message, hint=error.hint, code=error.code)
 
+    def announce_deletion(self) -> None:
+        """Record that the stream was deleted on purpose: without it, the chain is not stopped. An announcement for a
+        stream that was gone before, or that a restore fills, is of another deletion, and is ignored.
+        """
+        if self._status.get("code") not in (SOURCE_GONE_CODE, RESTORING_CODE):
+            self._is_deletion_announced = True
+
+    @property
+    def is_deleted(self) -> bool:
+        """True if this process works on the chain, and found the stream gone after its deletion was announced."""
+        return self._status.get("state") == DELETED
+
+    @property
+    def bounds(self) -> tuple[int, int, int | None]:
+        """The first sequence of the chain, the last archived one (0: none), and the stream's last known one."""
+        return self._status.get("first") or 1, self._status.get("end") or 0, self._status.get("source_last")
+
+    def remove(self) -> None:
+        """Remove everything that was reported: the feed has left this process."""
+        self._health.remove(self._part)
+        remove_series(dict(zip(metrics.CHAIN, self._labels, strict=True)))
+
     def set_stopped(self, error: FloeError) -> None:
+        is_gone = error.code == SOURCE_GONE_CODE
+        if is_gone and self._is_deletion_announced:
+            self._set(metrics.stopped, 0)
+            self.set_state(DELETED, ready=True, reason="the stream was deleted")
+            return
+        self._set(metrics.source_gone, is_gone)
         self._set(metrics.stopped, 1)
         if self._is_new(error):
             self._log("error", "chain stopped", action="chain_stopped", code=error.code, error=str(error))
@@ -267,7 +306,17 @@ class FeedReport:
         self._set(metrics.drifted, verdict.has_drifted)
         self._status.update(verdict=verdict.kind.value, drifted=verdict.has_drifted)
         if evidence.source is not None:
+            self._is_deletion_announced = False
+            self._set(metrics.source_gone, 0)
             self.record_source(evidence.source.last, evidence.source.last_timestamp_ns)
+        else:
+            self.record_end(evidence.end)
+
+    def record_end(self, end: int) -> None:
+        """Record the end of the archive of a chain that is not read."""
+        if end:
+            self._set(metrics.end_sequence, end)
+            self._show(end=end)
 
     def record_source(self, last: int, last_timestamp_ns: int | None) -> None:
         self._source_asked, end = self._clock.now(), self._status.get("end") or 0

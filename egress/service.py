@@ -32,7 +32,7 @@ from common.service.progress import ProcessLog
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, raise_fatal, run_until_stopped, spawn, wait_for, warn_if_slow
 from egress import metrics
-from egress.account import AccountWatch
+from egress.account_watch import AccountWatch
 from egress.context import connect_egress, make_deps
 from egress.deps import EgressDeps, ProcessThreads, Tuning
 from egress.feed import FeedSet, Runnable, run_feeds
@@ -213,7 +213,7 @@ class EgressService:
         self._flushing = FlushWatch(site, feeds.feeds, state, self._clock, self._tuning.intervals.flush)
         silent, coverage = partial(self._reach.set_store, False), CoverageScanner(deps.store, self._health, self._clock)
         alive = ProcessHeartbeat(site, process, leases.owner, feeds.reports, deps, control, silent)
-        account = AccountWatch(settings, control, self._health, self._tuning.intervals.account, feeds.add)
+        account = AccountWatch(settings, control, state, self._health, self._tuning.intervals.account, feeds)
         runs: list[Runnable] = [sharing, feeds, self._flushing, alive, coverage, account]
         if settings.egress.heartbeats.subjects:
             runs.append(SubjectHeartbeats(settings, leases, control, host, self._rng, self._health))

@@ -29,7 +29,7 @@ from common.service.process import ThreadPool
 from common.settings.egress import EgressMonitorSettings, FeedSettings
 from common.settings.root import Settings
 from common.settings.types import StyledCell, duration_words, size_words
-from egress.account import uncovered_text
+from egress.account import deleted_text, uncovered_text
 from egress.partition import Partition, all_partitions, lease_key
 
 NOT_HELD, UNKNOWN = "not held", "unknown"  # states of a partition without a process that reports
@@ -179,7 +179,8 @@ async def site_view(settings: Settings) -> StatusView:
         chain = _newest(each.chain, [shown_chain, *tails, *([heartbeat.heartbeat.chain] if heartbeat else [])])
         state = of_chain, heartbeat, answers, tails.get(chain), settings.ingress.silent_after
         found.append(observe_partition(each, chain, *state, is_store_read=not stored.failure))
-    details = [text] if (text := uncovered_text(parts_of(shown or {}))) else []
+    parts = parts_of(shown or {})
+    details = [text for text in (deleted_text(parts), uncovered_text(parts)) if text]
     for status in found:
         if status.hint:
             lines = status.hint.split("\n")

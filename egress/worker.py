@@ -373,6 +373,7 @@ class Worker:
     async def _put_unput(self, lease: Lease) -> None:
         if self._unput is not None:
             await self._unput.put(lease)
+            self._report.record_end(self._unput.archive.end)
         self._unput = None
 
     def discard(self) -> None:

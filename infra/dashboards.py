@@ -151,6 +151,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
                 f"floe_egress_unverified{{{BY_SITE}}}": f"{CHAIN_LEGEND} nothing left to compare",
                 f"floe_egress_created_drifted{{{BY_SITE}}}": f"{CHAIN_LEGEND} other creation time",
                 f"floe_egress_unmatched_messages{{{BY_SITE}}}": "{{site}}/{{feed}} in no partition",
+                f"sum by (site) (floe_egress_source_gone{{{BY_SITE}}})": "{{site}} streams that do not exist",
                 f"max by (site) (floe_egress_uncovered_streams{{{BY_SITE}}})": "{{site}} streams in no feed",
                 f"increase(floe_egress_interest_lapsed_total{{{BY_SITE}}}[$__rate_interval])": f"{CHAIN_LEGEND} lapsed",
             },

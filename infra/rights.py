@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,6 @@ CAPTURE_KEYS = tuple(f"_floe/site=*/{kind}/*" for kind in ("config", "consumers"
 AUDIT_KEYS = "_floe/audit/*"
 TOMBSTONE_RUN_KEYS = ("_floe/tombstones/runs/*",)
 
-EGRESS_COMMANDS = (
-    *("egress run", "egress init", "egress flush", "egress resolve", "egress repartition", "import", "status", "state"),
-)
-
 
 def _egress_subjects(stream: str, *acks: str) -> tuple[SubjectRights, ...]:
     return (
@@ -137,25 +133,23 @@ def _egress_subjects(stream: str, *acks: str) -> tuple[SubjectRights, ...]:
     )
 
 
+EGRESS = RoleRights(
+    "egress",
+    ("egress run", "egress init", "egress flush", "egress resolve", "egress repartition", "import", "status", "state"),
+    (
+        *_egress_subjects("{stream}", *ACKS),
+        SubjectRights(("{api}.STREAM.NAMES", "{api}.STREAM.INFO.*"), "to name the streams that no feed archives"),
+    ),
+    (KeyRights((*GET, *PUT), (*SITE_KEYS, "_floe/audit/*/site={site}/*")), KeyRights(GET, TOMBSTONE_RUN_KEYS)),
+    (*SITE_KEYS, *TOMBSTONE_RUN_KEYS),
+    note="; `status` of its site",
+)
+DELETIONS = SubjectRights(("$JS.EVENT.ADVISORY.STREAM.DELETED.>",), "to tell a deleted stream from a lost one", True)
+ACCOUNT_SUBJECTS = (SubjectRights(("{api}.STREAM.NAMES",)), *_egress_subjects("*", "$JS.ACK.>"), DELETIONS)
+
 ROLES = (
-    RoleRights(
-        "egress",
-        EGRESS_COMMANDS,
-        (
-            *_egress_subjects("{stream}", *ACKS),
-            SubjectRights(("{api}.STREAM.NAMES", "{api}.STREAM.INFO.*"), "to name the streams that no feed archives"),
-        ),
-        (KeyRights((*GET, *PUT), (*SITE_KEYS, "_floe/audit/*/site={site}/*")), KeyRights(GET, TOMBSTONE_RUN_KEYS)),
-        (*SITE_KEYS, *TOMBSTONE_RUN_KEYS),
-        note="; `status` of its site",
-    ),
-    RoleRights(
-        "egress-account",
-        EGRESS_COMMANDS,
-        (SubjectRights(("{api}.STREAM.NAMES",)), *_egress_subjects("*", "$JS.ACK.>")),
-        (),
-        note=" with `streams` in `egress.feeds`: every stream of the account",
-    ),
+    EGRESS,
+    replace(EGRESS, name="egress-account", nats=ACCOUNT_SUBJECTS, s3=(), note=" of every stream of the account"),
     RoleRights(
         "ingress",
         ("ingress run",),

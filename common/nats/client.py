@@ -552,7 +552,8 @@ class FloeClient(Client):
             await self._process_op_err(errors.Error(text))
             return
         if (subject := violation[1].encode()) not in self._refusals:
-            level = log.debug if self._sent_subject(subject) in self._optional else log.error
+            is_optional = {subject, self._sent_subject(subject)} & self._optional
+            level = log.debug if is_optional else log.error
             level("nats permission refused", action="permission_refused", error=text)
         if len(self._refusals) >= MAX_REFUSALS:
             self._refusals.clear()

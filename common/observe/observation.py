@@ -20,7 +20,7 @@ from common.errors import Refused
 from common.objects.port import ObjectInfo
 from common.settings.types import StyledCell, format_age
 
-WORKING_STATES = ("reading", "closing", STANDBY)  # states of egress without a time limit
+WORKING_STATES = ("reading", "closing", "deleted", STANDBY)  # states of egress without a time limit
 GOOD_STATES = (*WORKING_STATES, "ready", "idle", "done", "new")
 ALARM_STATES = ("stopped", "stalled", "lost", "damaged", SILENT, "not held")
 

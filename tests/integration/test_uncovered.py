@@ -9,7 +9,11 @@ from common.nats.api import stream_info
 from egress.account import all_feeds
 from egress.status import site_view
 from tests.support.basics import metric_value, soon, unique
-from tests.support.egress import QUICK, SITE, Bench
+from tests.support.egress import QUICK, SITE, Bench, Running
+
+
+def account(running: Running) -> Any:
+    return running.health.status()["parts"].get("account", {})
 
 
 @pytest.mark.simulated
@@ -19,7 +23,7 @@ async def test_new_streams_without_a_feed_are_named_until_they_are_gone_or_archi
     await bench.publish(copies, [b"x"], headers=b"NATS/1.0\r\nFloe-Source: eu S 0000 0 1 1\r\n\r\n")
 
     def shown() -> Any:
-        return running.health.status()["parts"].get("account", {})
+        return account(running)
 
     async with bench.egress({"stream": stream}, not_archived=["TMP_*"]) as running:
         await soon(lambda: shown().get("uncovered_streams") == 0)
@@ -50,8 +54,8 @@ async def test_streams_that_a_pattern_matches_are_archived_by_all_processes_toge
         await bench.archived_to(empty, 1)
         for running in (one, other):
             await soon(lambda: not running.health.problems())  # noqa: B023
-            account = running.health.status()["parts"]["account"]
-            assert (account["matched"], account["uncovered"]) == (4, [f"{queue} (retention workqueue)"])
+            assert account(running)["matched"] == 4
+            assert account(running)["uncovered"] == [f"{queue} (retention workqueue)"]
             group = running.health.status()["parts"]["egress sharing"]
             assert (group["members"], group["share"], len(group["held"])) in ((2, 3, 3), (2, 3, 2))
         assert await bench.last(queue) == 1
@@ -74,4 +78,49 @@ async def test_a_matched_stream_that_becomes_a_queue_is_not_emptied(bench: Bench
         await bench.recreate(stream, [b"job"] * 2, retention="workqueue")
         status = await running.stopped(stream)
         assert (status["code"], "expected retention limits by the pattern T*" in status["why"]) == ("E-RETENTION", True)
-        assert (await stream_info(bench.client, stream)).messages == 2
+        info = await stream_info(bench.client, stream)
+        assert info is not None
+        assert info.messages == 2
+
+
+@pytest.mark.simulated
+async def test_a_stream_that_was_deleted_on_purpose_is_named_with_what_was_not_archived(bench: Bench) -> None:
+    stream, other = await bench.filled([b"x"] * 3), await bench.filled([b"o"])
+    entry = {"streams": "T*", "segment": {"max_age": "1h"}}
+    async with bench.egress(entry) as one, bench.egress(entry) as two:
+        both = one, two
+        await soon(lambda: all(each.state(stream) for each in both))
+        await soon(lambda: any((each.status(stream).get("open_segment") or {}).get("last") == 3 for each in both))
+        await bench.delete_stream(stream)
+        for each in both:
+            await soon(lambda: not each.status(stream))  # noqa: B023
+            await soon(lambda: account(each)["matched"] == 1)  # noqa: B023
+            assert account(each)["deleted"] == [f"{stream}: 0 sequences never archived, as of sequence 3"]
+            assert each.health.problems() == []
+        assert len(bench.messages(stream)) == 3, "received messages are put"
+        assert metric_value("floe_egress_end_sequence", {"site": SITE, "feed": stream, "partition": "0"}) is None
+        await bench.make_stream(stream)
+        await bench.publish(stream, [b"again"] * 2)
+        for each in both:
+            await soon(lambda: each.state(stream) in ("reading", "standby"))  # noqa: B023
+            await soon(lambda: account(each)["deleted"] == [])  # noqa: B023
+    assert [m.payload for m in bench.messages(stream, 1)] == [b"again"] * 2
+    await bench.same(other, other)
+
+
+@pytest.mark.simulated
+async def test_a_stream_that_vanishes_without_an_announcement_stops_its_feed(bench: Bench) -> None:
+    lost, late = await bench.filled([b"x"] * 2), await bench.filled([b"y"])
+    async with bench.egress({"streams": "T*"}) as running:
+        for stream in (lost, late):
+            await bench.archived_to(stream, await bench.last(stream))
+    await bench.delete_stream(lost)
+    async with bench.egress({"streams": "T*"}) as running:
+        status = await running.stopped(lost)
+        assert (status["code"], f"add {lost} to `except` of T*" in status["hint"]) == ("E-SOURCE-GONE", True)
+        assert metric_value("floe_egress_source_gone", {"site": SITE, "feed": lost, "partition": "0"}) == 1
+        await bench.make_stream(lost)
+        await bench.publish(lost, [b"z"])
+        await soon(lambda: running.state(lost) == "reading")
+        assert metric_value("floe_egress_source_gone", {"site": SITE, "feed": lost, "partition": "0"}) == 0
+        await bench.archived_to(lost, 1, 1)

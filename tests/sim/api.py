@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.consumers import Consumer, check_config, check_new
@@ -61,6 +62,8 @@ def _of_stream(nats: SimNats, action: str, rest: list[str], asked: Document) -> 
             del nats.streams[name]
             for consumer in stream.consumers.values():
                 consumer.end_all(b"409 Consumer Deleted")
+            body = json.dumps({"stream": name, "action": "delete"}).encode()
+            nats.publish(f"$JS.EVENT.ADVISORY.STREAM.DELETED.{name}".encode(), b"", None, body)
             return {"success": True}
         case "PURGE", [name]:
             return _purge(_stream(nats, name), asked)
