@@ -15,6 +15,7 @@ from common.chain import FEED_PATTERN
 from common.cli import (
     CHAIN_TYPE,
     ChainSelector,
+    ParsedType,
     RequestedTime,
     SequenceType,
     chain_argument,
@@ -34,10 +35,18 @@ from common.errors import UsageError
 from common.exits import EXIT_RETRY_LATER
 from common.logs import escape
 from common.open import load_settings, open_for_work
+from common.settings.types import format_count
 
 if TYPE_CHECKING:
+    from common.settings.root import Settings
     from ingress.recovery.drill import DrillReport, ExactReport
     from ingress.recovery.plan import RestoreRequest
+    from ingress.recovery.site_restore import SiteRestore
+
+
+def _parse_site_or_chain(text: str) -> ChainSelector:
+    """Parse a chain, or a site alone. Raises ValueError."""
+    return ChainSelector.parse(text) if "/" in text else ChainSelector(text, "")
 
 
 @click.command()
@@ -123,7 +132,12 @@ def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
 
 
 @click.command()
-@click.argument("selector", type=CHAIN_TYPE, metavar="SITE/FEED[/INCARNATION]")
+@click.argument(
+    "selector",
+    type=ParsedType("chain or site", ChainSelector, _parse_site_or_chain),
+    metavar="SITE/FEED[/INCARNATION]|SITE",
+)
+@click.option("--all", "is_all", is_flag=True, help="All streams of SITE: each from the feed that holds it whole.")
 @click.option("--as", "name", metavar="NAME", help="Name of the restored stream; default: its former name.")
 @click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: the former ones.")
 @click.option("--to-sequence", type=SequenceType(), help="The last sequence; default: the end of the archive.")
@@ -170,16 +184,20 @@ async def restore(
     dry_run: bool,
     yes: bool,
     as_json: bool,
+    is_all: bool,
     **others: Any,
 ) -> int:
     """Restore a lost stream exactly: sequences, times, headers, configuration, consumers with their positions.
 
     The stream must not exist. No producer reaches it before everything is compared. The same command starts a
     killed restore again. Exit 3 if the restored stream differs: then it is not promoted. On a terminal it asks for
-    confirmation.
+    confirmation. With --all, streams that exist are left alone, and those that no feed holds whole are skipped (exit
+    3); the same command continues.
 
     \b
-    Example: floe restore -c site.yaml us-east/NODES --dry-run
+    Examples:
+      floe restore -c site.yaml us-east/NODES --dry-run
+      floe restore -c site.yaml us-east --all --dry-run
     """
     from common.clock import SystemClock
     from common.nats.api import RESTORE_PREFIX
@@ -189,8 +207,13 @@ async def restore(
     from common.subjects import first_overlap, overlaps
     from ingress.recovery.plan import RestoreRequest
     from ingress.recovery.restore import Restore
+    from ingress.recovery.site_restore import SiteRestore
 
     _check_whole_feed(selector, "restored")
+    if is_all is bool(selector.feed):
+        raise UsageError("expected SITE/FEED, or SITE with --all")
+    if is_all and (found := [each for each in (name, subjects, to_sequence, skip_to) if each is not None]):
+        raise UsageError(f"--all: expected no option for one stream, found {found[0]!r:.80}")
     if name is not None and not FEED_PATTERN.fullmatch(name):
         raise UsageError(f"--as: expected a stream name, 1 to 255 characters without space . * > / \\, found {name!r}")
     own_subjects = tuple(each.strip() for each in subjects.split(",")) if subjects is not None else ()
@@ -227,6 +250,13 @@ async def restore(
     )
     store, chains = open_for_work(settings)
     with closing(store):
+        if is_all:
+
+            def make(request: RestoreRequest) -> Restore:
+                return Restore(settings, request, store, chains, clock, progress)
+
+            with closing(SiteRestore(request, chains, make, progress := Progress())) as site:
+                return await _restore_site(site, settings, selector.site, dry_run=dry_run, yes=yes, as_json=as_json)
         work = Restore(settings, request, store, chains, clock, progress := Progress())
         if dry_run:
             plan = await work.plan()
@@ -251,6 +281,26 @@ async def restore(
         async with work.open_connection() as client, stop_on_signals() as stop:
             report = await work.run(client, stop, confirmed)
     progress.end_line()
+    print_json(report.as_json()) if as_json else echo_lines(report.lines())
+    return report.exit_code
+
+
+async def _restore_site(
+    site: SiteRestore, settings: Settings, name: str, *, dry_run: bool, yes: bool, as_json: bool
+) -> int:
+    from common.service.process import stop_on_signals
+
+    plans = await site.plan()
+    if dry_run:
+        report = await site.check(plans)
+    else:
+        is_asked = not yes and sys.stdin.isatty()
+        if is_asked:
+            echo_lines((line for plan in plans for line in plan.lines()), err=True)
+        what = f"restore {format_count(len(plans), 'stream')} of site {name}?"
+        await decide(settings, what, yes, is_needed=False)
+        async with stop_on_signals() as stop:
+            report = await site.run(plans, stop, is_confirmed=is_asked)
     print_json(report.as_json()) if as_json else echo_lines(report.lines())
     return report.exit_code
 

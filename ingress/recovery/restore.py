@@ -191,9 +191,14 @@ class Restore:
         """
         nats = nats or self._settings.nats_for(self._role)
         name = f"floe restore {self._settings.instance}".strip()
-        with closing(self._threads), closing(self._history):
+        with closing(self):
             async with aclosing(await connect(nats, name=name, clock=self._clock)) as client:
                 yield client
+
+    def close(self) -> None:
+        """Close the threads; of one that never had a connection, too."""
+        with closing(self._threads):
+            self._history.close()
 
     async def plan(self) -> RestorePlan:
         """Return `ArchivedHistory.plan` with the requested subjects; print the progress if it takes long."""

@@ -1,0 +1,192 @@
+"""Restore all streams of a site: one feed for each stream, and the sources of a stream before the stream itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.archive.documents import ChainStore
+from common.errors import FloeError, UsageError
+from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER
+from common.service.progress import Progress
+from common.tasks import Stop
+from ingress.recovery.plan import RestorePlan, RestoreRequest
+from ingress.recovery.restore import Restore, RestoreReport
+
+PARALLEL_RESTORES = 4  # each fills one stream, with four threads of its own
+EXISTS_CODE = "E-RESTORE-EXISTS"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOutcome:
+    """What became of one stream. `state`: `restored`, `planned`, `there` (a stream of that name exists), `skipped` (no
+    feed holds all of it), `differs`, `failed` or `stopped`. `text`: the reason, empty if none is needed.
+    """
+
+    feed: str
+    stream: str
+    state: str
+    text: str = ""
+    code: int = 0
+    report: RestoreReport | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.report.as_json() if self.report else None
+        return {"feed": self.feed, "stream": self.stream, "state": self.state, "reason": self.text, "report": found}
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.state:8}  {self.stream}  (feed {self.feed})" + (f": {self.text}" if self.text else "")
+        if self.report is not None and self.state == "differs":
+            yield from (f"  {line}" for line in self.report.lines())
+
+
+@dataclass(frozen=True, slots=True)
+class SiteReport:
+    """The outcomes of all streams of a site, by stream."""
+
+    site: str
+    outcomes: tuple[StreamOutcome, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if every stream is back or was there; else that of the first failure, or 3: one differs or is lossy."""
+        return next((each.code for each in self.outcomes if each.state in ("failed", "stopped")), 0) or max(
+            (each.code for each in self.outcomes), default=0
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        found = [each.as_json() for each in self.outcomes]
+        return {"ok": self.exit_code == 0, "site": self.site, "streams": found}
+
+    def lines(self) -> Iterator[str]:
+        for each in self.outcomes:
+            yield from each.lines()
+        counts = defaultdict[str, int](int)
+        for each in self.outcomes:
+            counts[each.state] += 1
+        yield f"site {self.site}: " + (
+            ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none"
+        )
+
+
+def choose_feeds(plans: Iterable[RestorePlan]) -> tuple[list[RestorePlan], list[RestorePlan]]:
+    """Return for each stream the plan of the feed that holds all of it and reaches furthest, and the lossy plans of the
+    streams that no feed holds whole, one for each. Both by stream.
+    """
+    by_stream = defaultdict[str, list[RestorePlan]](list)
+    for plan in plans:
+        by_stream[plan.name].append(plan)
+    best = [max(some, key=lambda plan: (not plan.lossy, plan.end)) for _, some in sorted(by_stream.items())]
+    return [plan for plan in best if not plan.lossy], [plan for plan in best if plan.lossy]
+
+
+def in_waves(plans: Sequence[RestorePlan]) -> list[list[RestorePlan]]:
+    """Return the plans in the order of work: no stream of a wave has a source in a later one, unless in a circle."""
+    waves, left = list[list[RestorePlan]](), {plan.name: plan for plan in plans}
+    while left:
+        ready = [plan for plan in left.values() if not (_sources(plan.config) & left.keys()) - {plan.name}]
+        waves.append(ready or [*left.values()])
+        left = {name: plan for name, plan in left.items() if plan not in waves[-1]}
+    return waves
+
+
+def _sources(config: Mapping[str, Any]) -> set[str]:
+    """Return the names of the streams that one with this configuration sources from, on the same server."""
+    return {str(each.get("name")) for each in config.get("sources") or [] if not each.get("external")}
+
+
+class SiteRestore:
+    """One request for all feeds of a site. `make`: makes the restore of a request."""
+
+    def __init__(
+        self,
+        request: RestoreRequest,
+        documents: ChainStore,
+        make: Callable[[RestoreRequest], Restore],
+        progress: Progress,
+    ) -> None:
+        self._request, self._documents, self._make, self._progress = request, documents, make, progress
+        self._restores: dict[str, Restore] = {}  # by feed
+        self._outcomes: dict[str, StreamOutcome] = {}  # by stream; by feed if its stream is not known
+
+    async def plan(self) -> list[RestorePlan]:
+        """Return the plans of all streams that can come back whole; note the others as skipped or failed. Raises
+        UsageError for a site without an archive.
+        """
+        chains = await asyncio.to_thread(self._documents.chains, self._request.site)
+        feeds = sorted({chain.feed for chain in chains})
+        if not feeds:
+            known = sorted({chain.site for chain in await asyncio.to_thread(self._documents.chains)})
+            found = ", ".join(known) or "none"
+            raise UsageError(f"{self._request.site}: expected a site with an archive, found {found}")
+        plans = list[RestorePlan]()
+        for feed in feeds:
+            work = self._restores[feed] = self._make(replace(self._request, feed=feed))
+            try:
+                plans.append(await work.plan())
+            except FloeError as error:
+                self._note(StreamOutcome(feed, feed, "failed", error.message, error.exit_code))
+        whole, lossy = choose_feeds(plans)
+        for plan in lossy:
+            if self._request.allow_lossy:
+                whole.append(plan)
+            else:
+                reason = "; ".join(plan.lossy[:3])
+                self._note(StreamOutcome(plan.request.feed, plan.name, "skipped", reason, EXIT_DIFFERENCES))
+        return whole
+
+    async def check(self, plans: Sequence[RestorePlan]) -> SiteReport:
+        """Ask the server what would become of each plan; nothing is written."""
+        for plan in plans:
+            _, refused = await self._restores[plan.request.feed].check(plan)
+            feed, size = plan.request.feed, f"{plan.rows:,} messages up to sequence {plan.end}"
+            self._note(self._refused(plan, refused) if refused else StreamOutcome(feed, plan.name, "planned", size))
+        return self._report()
+
+    async def run(self, plans: Sequence[RestorePlan], stop: Stop, *, is_confirmed: bool) -> SiteReport:
+        """Restore the streams, some at a time, until all are done or `stop` is set. The same again continues with those
+        that are not back. `is_confirmed`: an operator has confirmed the plans with their effects elsewhere.
+        """
+        gate = asyncio.Semaphore(PARALLEL_RESTORES)
+        for wave in in_waves(plans):
+            await asyncio.gather(*(self._run_one(plan, stop, gate, plan if is_confirmed else None) for plan in wave))
+        return self._report()
+
+    async def _run_one(
+        self, plan: RestorePlan, stop: Stop, gate: asyncio.Semaphore, confirmed: RestorePlan | None
+    ) -> None:
+        async with gate:
+            if stop.is_set:
+                self._note(StreamOutcome(plan.request.feed, plan.name, "stopped", "not begun", EXIT_RETRY_LATER))
+                return
+            work = self._restores[plan.request.feed]
+            try:
+                async with work.open_connection() as client:
+                    report = await work.run(client, stop, confirmed)
+            except FloeError as error:
+                self._note(self._refused(plan, error))
+                return
+            state = "differs" if report.exit_code else "restored"
+            outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)
+            self._note(replace(outcome, text=f"{report.rows:,} messages"))
+            self._progress.print(next(outcome.lines()))
+
+    def _refused(self, plan: RestorePlan, error: FloeError) -> StreamOutcome:
+        if error.code == EXISTS_CODE:
+            return StreamOutcome(plan.request.feed, plan.name, "there", error.message)
+        return StreamOutcome(plan.request.feed, plan.name, "failed", f"[{error.code}] {error.message}", error.exit_code)
+
+    def _note(self, outcome: StreamOutcome) -> None:
+        self._outcomes[outcome.stream] = outcome
+
+    def _report(self) -> SiteReport:
+        return SiteReport(self._request.site, tuple(each for _, each in sorted(self._outcomes.items())))
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for each in self._restores.values():
+                stack.enter_context(closing(each))

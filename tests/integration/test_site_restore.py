@@ -1,0 +1,106 @@
+"""`floe restore SITE --all`: all streams of a site come back, sources first; the others are named."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from common.nats.api import create_stream
+from infra.local.nats import NatsServer
+from ingress.recovery.plan import RestoreRequest
+from ingress.recovery.site_restore import choose_feeds, in_waves
+from tests.support import restoring as back
+from tests.support.basics import soon, unique
+from tests.support.commands import configuration, ran
+from tests.support.egress import SITE, Bench
+
+pytestmark = pytest.mark.servers
+
+
+@dataclass
+class Planned:
+    """What the choice reads of a plan."""
+
+    name: str
+    feed: str = ""
+    end: int = 1
+    lossy: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def request(self) -> RestoreRequest:
+        return RestoreRequest(SITE, self.feed or self.name)
+
+
+def test_each_stream_comes_from_the_whole_feed_that_reaches_furthest():
+    plans = [
+        Planned("A", "short", 5), Planned("A", "far", 9), Planned("A", "sampled", 20, ("sampled",)),
+        Planned("B", "one", 3, ("hole",)), Planned("B", "other", 7, ("hole",)), Planned("C"),
+    ]  # fmt: skip
+    whole, lossy = choose_feeds(plans)  # type: ignore[arg-type]
+    assert ([plan.request.feed for plan in whole], [plan.request.feed for plan in lossy]) == (["far", "C"], ["other"])
+
+
+def test_sources_come_before_those_that_read_them_and_a_circle_ends():
+    def reads(*names: str, **more: Any) -> dict[str, Any]:
+        return {"sources": [{"name": name, **more} for name in names]}
+
+    plans = [
+        Planned("sum", config=reads("a", "b")), Planned("a", config=reads("raw", "elsewhere")), Planned("raw"),
+        Planned("b"), Planned("far", config=reads("sum", external={"api": "x"})), Planned("own", config=reads("own")),
+        Planned("x", config=reads("y")), Planned("y", config=reads("x")),
+    ]  # fmt: skip
+    waves = [{plan.name for plan in wave} for wave in in_waves(plans)]  # type: ignore[arg-type]
+    assert waves == [{"raw", "b", "far", "own"}, {"a"}, {"sum"}, {"x", "y"}]
+
+
+async def reaches(bench: Bench, stream: str, last: int) -> bool:
+    return await bench.last(stream) >= last
+
+
+async def test_a_site_that_lost_its_server_comes_back_by_one_command(alone: tuple[Bench, NatsServer]) -> None:
+    bench, _ = alone
+    streams = [await bench.make_stream(unique(f"R{number}"), storage="file") for number in range(3)]
+    for number, stream in enumerate(streams):
+        await bench.publish(stream, [b"%d" % number] * 40)
+    total = unique("SUM")
+    await create_stream(bench.client, {"name": total, "sources": [{"name": each} for each in streams[:2]]})
+    await soon(lambda: reaches(bench, total, 80))
+    sampled = {"name": "SAMPLED", "stream": unique("L"), "inspect_subject_token": 2, "inspect_duration": "1h"}
+    await bench.make_stream(sampled["stream"])
+    await bench.publish(sampled["stream"], [b"x"] * 20)
+    feeds = [{"stream": each} for each in (*streams, total)] + [sampled]
+    async with bench.egress(*feeds):
+        for each in (*streams, total):
+            await bench.archived_to(each, await bench.last(each))
+        await bench.archived_to("SAMPLED", 20)
+    for each in (*streams, total):
+        await back.capture(bench, each, await bench.last(each))
+    before = {each: await back.contents(bench, each) for each in (*streams, total)}
+    for each in (*streams[:2], total, sampled["stream"]):
+        await bench.delete_stream(each)
+
+    config = configuration(bench, *feeds)
+    words = ("restore", "-c", str(config), SITE, "--all", "--allow-elsewhere")
+    planned = (await ran(*words, "--dry-run", "--json", code=3)).json()["streams"]
+    states = dict.fromkeys((*streams[:2], total), "planned") | {streams[2]: "there", sampled["stream"]: "skipped"}
+    assert {each["stream"]: each["state"] for each in planned} == states
+    found = (await ran(*words, "--json", code=3)).json()["streams"]
+    assert {each["stream"]: each["state"] for each in found} == {
+        each: "restored" if state == "planned" else state for each, state in states.items()
+    }
+    assert {each: await back.contents(bench, each) for each in before} == before
+    again = await ran(*words, code=3)
+    assert f"site {SITE}: 1 skipped, 4 there" in again.out
+    assert "the feed is sampled" in again.out
+
+
+async def test_what_is_not_one_site_is_refused(bench: Bench) -> None:
+    config = str(configuration(bench, {"stream": "X"}))
+    for words, text in (
+        ((SITE,), "expected SITE/FEED, or SITE with --all"),
+        ((f"{SITE}/X", "--all"), "expected SITE/FEED, or SITE with --all"),
+        ((SITE, "--all", "--as", "Y"), "--all: expected no option for one stream"),
+        (("nowhere", "--all", "--dry-run"), "expected a site with an archive, found none"),
+    ):
+        assert text in (await ran("restore", "-c", config, *words, code=2)).err
