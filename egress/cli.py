@@ -106,14 +106,14 @@ async def import_backup(
     from common.service.process import stop_on_signals
     from common.service.progress import Progress
     from egress.context import open_context, parse_feed
-    from egress.importing import Backup, BackupImport
+    from egress.importing import Backup, BackupImport, server_settings
 
-    backup, settings = Backup.open(folder), load_settings(config, quiet=True)
+    nats, backup, settings = server_settings(server), Backup.open(folder), load_settings(config, quiet=True)
     name, incarnation, partition = parse_feed(settings, feed)
     if (incarnation, partition) != (None, None):
         raise UsageError(f"{feed}: expected SITE/FEED, found more: a backup becomes its first incarnation")
     async with open_context(settings) as context, stop_on_signals() as stop:
-        work = BackupImport(context, backup, name, server, parts["server"](), progress := Progress())
+        work = BackupImport(context, backup, name, nats, parts["server"](), progress := Progress())
         report = await work.run(stop)
     progress.end_line()
     print_json(report) if as_json else click.echo("\n".join(report.lines()))

@@ -162,17 +162,26 @@ def wanted_partition(context: CommandContext, feed: str, backup: Backup) -> Part
     return Partition(context.settings.site, found.model_copy(update={"max_age": 0.0}), 0, found.filters()[0])
 
 
+def server_settings(server: str) -> NatsSettings | None:
+    """Return the connection that a URL or a context names; None if it is empty. Raises UsageError."""
+    if not server:
+        return None
+    try:
+        return NatsSettings(url=(server,)) if "://" in server else NatsSettings().from_context(server)
+    except ValueError:
+        form = "nats://HOST:PORT or tls://HOST:PORT without a user, or the name of a context"
+        raise UsageError(f"--server: expected {form}, found {server!r:.80}") from None
+
+
 class BackupImport:
-    """One import into a feed of this site. `server`: URL or context of the server of the scratch stream, empty for one
-    that `make` starts.
-    """
+    """One import into a feed of this site. `server`: of the scratch stream, None for one that `make` starts."""
 
     def __init__(
         self,
         context: CommandContext,
         backup: Backup,
         feed: str,
-        server: str,
+        server: NatsSettings | None,
         make: LocalServerMaker,
         progress: Progress,
     ) -> None:
@@ -237,14 +246,12 @@ class BackupImport:
 
     @asynccontextmanager
     async def _open_server(self) -> AsyncIterator[NatsSettings]:
-        if not self._server:
-            folder = self._context.settings.spool_dir
-            async with start_local_server(self._make, folder, self._progress, SERVER_CODE) as nats:
-                yield nats
-        elif "://" in self._server:
-            yield NatsSettings(url=(self._server,))
-        else:
-            yield NatsSettings().from_context(self._server)
+        if self._server is not None:
+            yield self._server
+            return
+        folder = self._context.settings.spool_dir
+        async with start_local_server(self._make, folder, self._progress, SERVER_CODE) as nats:
+            yield nats
 
     async def _connect(self, nats: NatsSettings) -> FloeClient:
         return await connect(nats, name=f"floe import {self._chain.site}", clock=self._clock)
@@ -259,7 +266,7 @@ class BackupImport:
             await delete_stream(client, name, timeout=30.0)
         if count := int((await query(client, "INFO")).get("streams") or 0):
             raise ConfigError(
-                f"--server {self._server}: expected an account without streams, found {count}",
+                f"--server: expected an account without streams, found one with {count}",
                 hint="leave out --server: a nats-server is started for the import; or name one that nothing else uses",
                 code=SERVER_CODE,
             )

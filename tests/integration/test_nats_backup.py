@@ -169,6 +169,7 @@ async def test_what_cannot_be_imported_or_exported_is_refused_by_name(bench: Ben
         (("import", str(folder), "site/x/0001"), 2, "first incarnation"),
         (("import", str(empty), "site/x"), 2, "backup.json"),
         (("import", str(damaged), "site/x"), 3, "E-IMPORT-REFUSED"),
+        (("import", str(folder), "site/x", "--server", "http://x"), 2, "--server: expected nats://HOST:PORT"),
         (("import", str(folder), "site/x", "--server", str(bench.url)), 78, "account without streams"),
         (("import", str(folder), f"site/{stream}"), 1, "E-IMPORT-BEGUN"),
         (("export", f"site/{stream}", str(folder)), 2, "expected an empty folder"),
