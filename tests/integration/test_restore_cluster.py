@@ -160,7 +160,8 @@ async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarde
     stream, before, state = await lost(bench, count, num_replicas=3)
     leaders = StepDowns(bench, stream)
     watching = asyncio.create_task(leaders.watch())
-    monkeypatch.setattr("ingress.recovery.restore.failpoint", leaders.at)
+    for module in ("fill", "restore"):
+        monkeypatch.setattr(f"ingress.recovery.{module}.failpoint", leaders.at)
     for points in moments:
         leaders.waiting = {*points}
         report = await answered(lambda: back.restored(bench, stream), Unavailable, OutcomeUnknown)  # it ends with 75
