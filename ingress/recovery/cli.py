@@ -1,11 +1,11 @@
-"""Define the commands `floe replay`, `floe restore`, `floe export`, `floe drill` and `floe compare`."""
+"""Define the commands `floe replay`, `floe restore` and `floe export`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import aclosing, closing
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,7 +22,6 @@ from common.cli import (
     check_range,
     config_command,
     dry_run_option,
-    from_sequence_option,
     print_json,
     range_options,
     resolve_time,
@@ -39,7 +38,6 @@ from common.settings.types import format_count
 
 if TYPE_CHECKING:
     from common.settings.root import Settings
-    from ingress.recovery.drill import DrillReport, ExactReport
     from ingress.recovery.plan import RestoreRequest
     from ingress.recovery.site_restore import SiteRestore
 
@@ -367,131 +365,3 @@ async def export(
                 progress.end_line()
                 print_json(report.as_json()) if as_json else echo_lines(report.lines())
     return 0
-
-
-@click.command()
-@chain_argument
-@range_options
-@click.option("--storage", type=click.Choice(["file", "memory"]), help="Storage of the scratch stream; default: file.")
-@click.option("--exact", is_flag=True, help="Restore the whole stream, as `floe restore` does, and compare everything.")
-@click.option(
-    "--server",
-    type=click.Choice(["same", "local"]),
-    help="With --exact: the server of a restore, or a nats-server started for the drill.  [default: same]",
-)
-@click.option("--replicas", type=click.IntRange(1, 5), help="With --exact: replicas; default: the former number.")
-@click.option("--allow-lossy", is_flag=True, help="With --exact: also an archive that lacks messages.")
-@click.option("--force", is_flag=True, help="With --exact: also on a nats-server newer than the tested ones.")
-@click.pass_obj
-@config_command
-async def drill(
-    parts: Mapping[str, Callable[[], Any]], /, config: str, selector: ChainSelector, as_json: bool, **args: Any
-) -> int:
-    """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
-
-    Without bounds, the last 10,000 sequences. With --exact the whole stream is restored under a scratch name and
-    compared: messages, state, configuration, consumers with their positions. Exit 3 if there are differences, or the
-    archive has holes.
-
-    \b
-    Examples:
-      floe drill -c site.yaml us-east/NODES --since 1h
-      floe drill -c site.yaml us-east/NODES --exact
-      floe drill -c site.yaml us-east/NODES --exact --server local
-    """
-    from common.clock import SystemClock
-    from common.nats.api import SCRATCH_PREFIX
-    from common.service.process import stop_on_signals
-    from common.service.progress import Progress
-    from ingress.recovery.drill import Drill, ExactDrill
-    from ingress.recovery.request import ReplayRequest
-
-    exact = {key: args.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
-    is_exact, storage = exact.pop("exact"), args.pop("storage")
-    _check_drill(is_exact, {**exact} if not is_exact else {**args, "storage": storage, "partition": selector.partition})
-    clock = SystemClock()
-    request: RestoreRequest | ReplayRequest
-    if is_exact:
-        request = _exact_request(selector, args, exact, clock.now())
-    else:
-        request = ReplayRequest(**asdict(selector), target=SCRATCH_PREFIX, **resolve_times(args))
-    settings = load_settings(config, quiet=True)
-    store, chains = open_for_work(settings)
-    with closing(store):
-        common = store, chains, clock, (progress := Progress())
-        async with stop_on_signals() as stop:
-            if not isinstance(request, ReplayRequest):
-                server = parts["server"]() if exact["server"] == "local" else None
-                report: ExactReport | DrillReport = await ExactDrill(settings, request, *common, server).run(stop)
-            else:
-                work = Drill(settings, *common, storage or "file")
-                report = await work.run(replace(request, target=work.stream, prefix=work.prefix), stop)
-    progress.end_line()
-    print_json(report.as_json()) if as_json else echo_lines(report.lines())
-    return report.exit_code
-
-
-def _check_drill(is_exact: bool, args: Mapping[str, Any]) -> None:
-    """Check that no option of the other kind of drill is given. `args`: those options. Raises UsageError."""
-    wrong = [f"--{key.replace('_', '-')}" for key, value in args.items() if value not in (None, False)]
-    if is_exact and (wrong := [each for each in wrong if each not in ("--to-sequence", "--until")]):
-        raise UsageError(f"{', '.join(wrong)}: expected none with --exact, which restores from the beginning")
-    if wrong and not is_exact:
-        raise UsageError(f"{', '.join(wrong)}: expected only with --exact")
-
-
-def _exact_request(selector: ChainSelector, args: dict[str, Any], exact: dict[str, Any], now: float) -> RestoreRequest:
-    from ingress.recovery.plan import RestoreRequest
-
-    check_range(None, args["to_sequence"], None, args["until"])
-    end = (args["to_sequence"], resolve_time(now, args["until"]))
-    flags = {name: exact[name] for name in ("replicas", "allow_lossy", "force")}
-    return RestoreRequest(selector.site, selector.feed, selector.incarnation, "", *end, **flags)
-
-
-@click.command()
-@chain_argument
-@click.option(
-    "--with",
-    "mode",
-    type=click.Choice(["source", "each-replica"]),
-    default="source",
-    show_default=True,
-    help="The stream on any server, or the copy of each server of its cluster in turn.",
-)
-@from_sequence_option
-@to_sequence_option
-@click.option("--since-last", is_flag=True, help="Only what no earlier comparison found equal.")
-@config_command
-async def compare(
-    config: str, selector: ChainSelector, as_json: bool, from_sequence: int | None, to_sequence: int | None, **args: Any
-) -> int:
-    """Compare the archive of a feed with its living stream, row by row, and change neither.
-
-    Names what is missing in the stream, altered, or not archived. Rows that limits, deletion or acknowledgement took
-    away are counted apart. --since-last also continues a comparison that was stopped. Exit 3 if there are differences,
-    75 if it was stopped before its end.
-
-    \b
-    Examples:
-      floe compare -c site.yaml us-east/ORDERS --since-last
-      floe compare -c site.yaml us-east/ORDERS --with each-replica
-    """
-    from common.clock import SystemClock
-    from common.nats.client import connect
-    from common.service.process import ThreadPool, stop_on_signals
-    from common.service.progress import Progress
-    from ingress.recovery.living import CompareRequest, LivingComparison
-
-    check_range(from_sequence, to_sequence, None, None)
-    request = CompareRequest(**asdict(selector), first=from_sequence, last=to_sequence, **args)
-    settings, clock, progress = load_settings(config, quiet=True), SystemClock(), Progress()
-    store, documents = open_for_work(settings)
-    with closing(store), closing(ThreadPool("compare", 1)) as threads:
-        client = await connect(settings.nats_for("egress"), name="floe compare", clock=clock)
-        async with aclosing(client), stop_on_signals() as stop:
-            work = LivingComparison(client, store, documents, threads, clock, progress)
-            report = await work.run(request, stop)
-    progress.end_line()
-    print_json(report.as_json()) if as_json else echo_lines(report.lines())
-    return report.exit_code if report.finished or report.exit_code else EXIT_RETRY_LATER
