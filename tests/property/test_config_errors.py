@@ -87,8 +87,8 @@ def spots(value: dict[str, Any], section: type[Section], where: Where = ()) -> l
 def _wrong(model: Any) -> list[Any]:
     name = type_name(model)
     if name.endswith("or a list"):
-        return [5, True, None, [], {}]
-    if " | " in name.replace("\\", ""):
+        return [5, True, None, {}, *([] if model.default == () else [[]])]
+    if " | " in name.replace("\\", "") and not name.startswith("list of"):
         return ["zzz", 5, None, [], *([] if name.startswith("true") else [True])]
     kind = "list" if name.startswith("list of") else name
     wrong = list(WRONG[kind if any(isinstance(m, TypeName) for m in model.metadata) or kind in WRONG else "text"])
