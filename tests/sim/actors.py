@@ -1,8 +1,8 @@
 """Actors of a world: services of the product, publishers with their own log, a foreign writer, compaction."""
 
 import random
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ TUNING = Tuning(
     PullSettings(heartbeat=1.5), Intervals(check=10.0, newest=20.0, walk=60.0, walk_retry=20.0, reexamine=10.0)
 )
 SELDOM = Tuning(intervals=Intervals(check=30.0, newest=100.0, walk=100.0, walk_retry=20.0, reexamine=10.0))
+WATCHING = replace(TUNING, intervals=replace(TUNING.intervals, account=5.0))
 PASSING = (Unavailable, OutcomeUnknown)  # errors by which a process may end
 
 
@@ -181,9 +182,11 @@ class Publishers:
                 self.publish(self._nats, self._stream, part, f"partition {part}")
             self._world.at(self._rng.expovariate(self._rate), self.begin)
 
-    def publish(self, nats: SimNats, stream: str, part: int, chain: str) -> None:
+    def publish(
+        self, nats: SimNats, stream: str, part: int, chain: str, choices: Sequence[bytes | None] = HEADERS
+    ) -> None:
         rng, subject = self._rng, f"{stream}.{part}.{self._rng.randrange(5)}".encode()
-        headers = rng.choice(HEADERS)
+        headers = rng.choice(choices)
         if headers is MESSAGE_ID:
             headers = b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n" % len(self.log.all)
         publication = self.log.add(chain, subject, headers, rng.randbytes(rng.choice([0, 10, 100])))

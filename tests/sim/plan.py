@@ -12,9 +12,11 @@ CHANGING = "changing"  # the source is recreated, set back, deleted; an operator
 SAMPLED = "sampled"  # the feed is sampled, with snapshots
 LOST = "lost"  # the source is deleted, and restored from its archive
 REPLAYED = "replayed"  # a part of the archive is replayed into another stream meanwhile
+ACCOUNT = "account"  # other streams of the account, which a pattern matches, are made, deleted, and made again
 HARD = "hard"  # an ordinary store or server with which Floe once failed
 HARDSHIPS = ("busy_store", "no_conditions", "small_batches", "bucket_set_back", "full_disks")
-#: By the last digit of a seed, the special part of its world beside faults. The others are ordinary.
+#: By the last digit of a seed, the special part of its world beside faults; in seeds ending in 10, 30, … it is ACCOUNT.
+#: The others are ordinary.
 KINDS = {1: LOST, 3: CHANGING, 5: SAMPLED, 7: CHANGING, 8: REPLAYED, 9: HARD}
 #: In seeds ending in 66 `exclusive` is switched; in every other one ending in 4 another site has hostile chains.
 SWITCHED, HOSTILE = "switched", "hostile"
@@ -76,7 +78,7 @@ class Plan:
     def of(cls, seed: int, rng: random.Random, more: random.Random, cut: Cut) -> Plan:
         """Draw the choices of a seed. `more`: the source of chance for choices that only some kinds have."""
         retention = rng.choice([LIMITS, LIMITS, INTEREST, WORK_QUEUE])
-        kind = KINDS.get(seed % 10, "")
+        kind = ACCOUNT if seed % 20 == 10 else KINDS.get(seed % 10, "")
         hardship = SWITCHED if seed % 100 == 66 else HOSTILE if seed % 20 == 14 else ""
         hardship = HARDSHIPS[seed // 10 % len(HARDSHIPS)] if kind == HARD else hardship
         reads_again = kind in (SAMPLED, LOST) or hardship == "bucket_set_back"
@@ -92,7 +94,7 @@ class Plan:
             centre_begins=rng.choice([0.0, 12.0, 30.0]),
             compacts=rng.random() < 0.6,
             # Expired messages cannot be compared with a changed source; retention needs conditions.
-            expires=rng.random() < 0.5 and kind not in (CHANGING, LOST, REPLAYED, HARD),
+            expires=rng.random() < 0.5 and kind not in (CHANGING, LOST, REPLAYED, HARD, ACCOUNT),
             # A replay lacks messages that a limit removed before they were archived, and would ask about them.
             source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and not (reads_again or replays) else 0,
             kind=kind,

@@ -15,13 +15,14 @@ from common import tasks
 from common.settings.root import Settings
 from compaction.retention import RetentionRule
 from tests.sim import actors, doors
+from tests.sim.accounts import PATTERN, Account
 from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
 from tests.sim.company import HOME as SITE
 from tests.sim.company import MANY, Company
 from tests.sim.hardships import HOSTILE_SITE, Hardship
 from tests.sim.nats import SimNats
 from tests.sim.operator import Operator
-from tests.sim.plan import CHANGING, HOSTILE, LOST, MESSAGES, REPLAYED, SAMPLED, SWITCHED, Cut, Plan
+from tests.sim.plan import ACCOUNT, CHANGING, HOSTILE, LOST, MESSAGES, REPLAYED, SAMPLED, SWITCHED, Cut, Plan
 from tests.sim.recovery import Disaster, Replays
 from tests.sim.saboteur import Saboteur
 from tests.sim.sampled import ADVISED, SAMPLING, Choices
@@ -77,6 +78,7 @@ class Scenario:
         longer = 2.5 if self.plan.kind == CHANGING else 1  # messages follow each change
         count, seconds = cut.messages, longer * PUBLISHING * cut.messages / MESSAGES
         self.publishers = actors.Publishers(self.nats, self.log, SOURCE, self.plan.parts, count, seconds)
+        self.account = Account(self.nats, self.objects, self.publishers, SITE) if self.plan.kind == ACCOUNT else None
         self.company = Company(self.plan, self.nats, self.objects, self.publishers)
         settings = self._settings(folder)
         doors.lead_commands(settings, self.objects)
@@ -96,7 +98,9 @@ class Scenario:
 
     def _expected(self) -> tuple[str, ...]:
         """Return the failures of compaction that may occur: see `actors.Cleaning`."""
-        return ("E-FORK",) if self.plan.kind == CHANGING else ("E-LATE-ROWS",) if self.plan.source_limit else ()
+        return (
+            ("E-FORK",) if self.plan.kind in (CHANGING, ACCOUNT) else ("E-LATE-ROWS",) if self.plan.source_limit else ()
+        )
 
     def _settings(self, folder: Path, site: str = SITE) -> Settings:
         plan, company = self.plan, self.company
@@ -119,6 +123,9 @@ class Scenario:
         level = {"from": 0, "to": 1, "min_age": "3s", "max_wait": "6s", "min_count": 2}
         cleaning = {"levels": [level], "engine": "local", "delete_grace": "5s", "allow_short_times": True}
         feeds = [*([feed] if site == SITE else ()), *company.of_site(site, segment)]
+        if self.account is not None and site == SITE:
+            feeds.append({"streams": PATTERN, "segment": segment})
+            sources += [{"site": SITE, "feed": name, "subject_prefix": PREFIX} for name in self.account.names]
         ingress = {"lease_ttl": "10s", "targets": [target], "requests_per_second": company.rate}
         nats = {"url": f"nats://127.0.0.1:{company.servers[site].port}"}
         document = {"site": site, "store": {"url": "file:///nowhere"}, "spool_dir": str(folder), "nats": nats}
@@ -128,6 +135,7 @@ class Scenario:
     def _add_members(self, folder: Path, settings: Settings) -> None:
         world, objects = self.world, self.objects
         tuning = actors.SELDOM if self.plan.cut.chains >= MANY else actors.TUNING
+        tuning = actors.WATCHING if self.account else tuning
         others = [(f"egress-{site}", site) for site in self.company.servers if site != SITE]
         for name, site in (("egress-0", SITE), ("egress-1", SITE), *others):
             found = settings if site == SITE else self._settings(folder, site)
@@ -219,6 +227,8 @@ class Scenario:
             self.saboteur.begin(BREAKING, world.chance("pace").choice([1.5, 3.0, 6.0]))
         if plan.kind == CHANGING:
             self.changes.begin()
+        if self.account is not None:
+            self.account.begin()
         if plan.kind == REPLAYED:
             world.at(world.chance("replayed").uniform(3, 30), lambda: self.replays.begin(self.nats, plan.parts))
         if plan.kind in (LOST, REPLAYED):  # a command plans by one listing, and takes the end of the archive from it
@@ -252,7 +262,7 @@ class Scenario:
             )
         if self.plan.kind == LOST and (absent := self.tap.not_restored()):
             raise Broken(f"R: {len(absent)} archived messages did not come back, first {absent[0].sequence}")
-        taps = [self.tap, *self.company.taps.values()]
+        taps = [self.tap, *self.company.taps.values(), *(self.account.taps.values() if self.account else ())]
         if skipped := [each for tap in taps for each in tap.skipped(self.target.seen)]:
             places = ", ".join(f"{each.chain} {each.sequence}" for each in skipped[:5])
             raise Broken(f"I3: {len(skipped)} messages that a change took away ({places}) are missing before others")
@@ -275,6 +285,8 @@ class Scenario:
     def _has_changed(self) -> bool:
         if self.plan.kind in (LOST, REPLAYED):
             return self.disaster.is_over if self.plan.kind == LOST else self.replays.is_over
+        if self.account is not None:
+            return self.account.is_over
         return self.plan.kind != CHANGING or self.changes.is_over
 
     def _is_complete(self) -> bool:
@@ -285,6 +297,8 @@ class Scenario:
         if self.plan.kind and (
             self.source is None or not self._has_changed() or self.operator.stops() or self.operator.is_busy
         ):
+            return False
+        if self.account is not None and self.account.unnamed(self.members, self.target.seen):
             return False
         is_sent = self.plan.kind != SAMPLED or not self.choices.unseen()
         return is_sent and not (self.target.missing() or self._is_queued())
@@ -300,6 +314,8 @@ class Scenario:
         states = "\n".join(member.state() for member in self.members.values())
         left = 0 if self.source is None else len(self.source.sequences)
         found = f"{len(missing)} acknowledged messages are missing ({places}), {left} are left"
+        if self.account is not None and (names := self.account.unnamed(self.members, self.target.seen)):
+            found += f", {', '.join(names)} are gone and not named"
         return f"after {TO_THE_END:g} s of peace {found}\n{states}\n{self.operator.last}"
 
     def counts(self) -> Counter[str]:

@@ -12,7 +12,7 @@ from tests.sim.mutants.registry import FOUND, MUTANTS, NOT_FOUND
 __all__ = ["FOUND", "MUTANTS", "NOT_FOUND", "apply", "chains_of"]
 MANY = f"{__name__}.of_many"
 
-for _part in ("changes", "compaction", "egress", "hardships", "ingress", "many", "restore", "sampling"):
+for _part in ("accounts", "changes", "compaction", "egress", "hardships", "ingress", "many", "restore", "sampling"):
     import_module(f"{__name__}.of_{_part}")
 
 
