@@ -207,7 +207,9 @@ def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pyte
 
     secret = "canary-4711"
     fields = {"access_key_id": "key", "secret_access_key": secret}
-    secretive = settings(archive).model_dump(by_alias=True) | {"store": {"url": f"file://{archive.folder}/store", **fields}}
+    secretive = settings(archive).model_dump(by_alias=True) | {
+        "store": {"url": f"file://{archive.folder}/store", **fields}
+    }
     session = spark_session()
     session.dataSource.register(make_source(Settings.model_validate(secretive), "floe_secretive"))
     archive.put(1, 10)
