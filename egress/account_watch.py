@@ -40,8 +40,8 @@ MAX_DELETED = 100  # streams that are remembered
 
 class DeletedStream(msgspec.Struct, frozen=True):
     """A stream whose deletion was announced. `at`: seconds since 1970; `end`: the last archived sequence, 0 if there is
-    none; `last`: the last sequence of the stream when it was last inspected; `unarchived`: the sequences that were
-    never archived, at least. None: not known.
+    none; `last`: the last sequence of the stream when it was last inspected; `unarchived`: the sequences that were not
+    archived then; rows that a former holder of the lease had received may be put later. None: not known.
     """
 
     at: float
@@ -168,7 +168,8 @@ class AccountWatch:
 
     def _deleted(self, name: str, report: FeedReport) -> DeletedStream:
         first, end, last = report.bounds
-        last = max((each for each in (last, self._known_ends.get(name)) if each is not None), default=None)
+        known = [each for each in (last, self._known_ends.get(name)) if each is not None]
+        last = max(*known, end) if known else None
         return DeletedStream(self._clock.now(), end, last, unarchived(last, end, first))
 
     async def _subscribe(self, pending: PendingError) -> None:

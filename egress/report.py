@@ -313,10 +313,9 @@ class FeedReport:
             self.record_end(evidence.end)
 
     def record_end(self, end: int) -> None:
-        """Record the end of the archive of a chain that is not read."""
-        if end:
-            self._set(metrics.end_sequence, end)
-            self._show(end=end)
+        """Record the end of the archive of a chain that is not read; 0: nothing of it is archived."""
+        self._set(metrics.end_sequence, end)
+        self._show(end=end)
 
     def record_source(self, last: int, last_timestamp_ns: int | None) -> None:
         self._source_asked, end = self._clock.now(), self._status.get("end") or 0
