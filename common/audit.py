@@ -42,7 +42,8 @@ MAX_NOTE = 1000  # characters
 PAGE_KEYS = 1000  # keys of one listing
 PARALLEL_READS = 8
 
-_command, _note = "floe", ""  # of this process: the command and its `--note`, once they are parsed
+_arguments: tuple[str, ...] = ()  # of the command of this process, once they are parsed
+_note = ""
 
 
 class AuditRecord(msgspec.Struct, frozen=True, tag_field="format_version", tag=1, rename={"origin": "from"}):
@@ -99,10 +100,10 @@ def _hide_secrets(text: str, settings: Settings) -> str:
 
 
 def _keep_note(ctx: click.Context, _param: click.Parameter, note: str) -> None:
-    global _command, _note
+    global _arguments, _note
     if len(note) > MAX_NOTE:
         raise click.BadParameter(f"expected at most {MAX_NOTE} characters, found {len(note)}")
-    _command, _note = shlex.join(["floe", *ctx.meta.get(ARGUMENTS_META_KEY, ())]), note
+    _arguments, _note = ctx.meta.get(ARGUMENTS_META_KEY, ()), note
 
 
 #: `--note`, for `decide`, which takes it from the context.
@@ -142,8 +143,9 @@ def decide_blocking(settings: Settings, question: str, yes: bool = True, *, is_n
 
 def _record(settings: Settings, question: str, chains: ChainStore) -> None:
     at_ns = int(SystemClock().now() * 1000) * 1_000_000
-    texts = question.rpartition("\n")[2].removesuffix("?"), _note, _command
-    decision, note, command = (_hide_secrets(each, settings) for each in texts)
+    texts = question.rpartition("\n")[2].removesuffix("?"), _note, *_arguments
+    decision, note, *arguments = (_hide_secrets(each, settings) for each in texts)
+    command = shlex.join(["floe", *arguments])  # quoted last: quotes would hide a part of a secret
     record = AuditRecord(format_time(at_ns), operator_name(), _origin(), settings.site, decision, note, command)
     try:
         _document(chains, _key_of(chains, record)).add(record)

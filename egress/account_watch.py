@@ -143,7 +143,8 @@ class AccountWatch:
         """
         found = (await self._document.get(allow_unreadable=True))[0] or MatchedStreams()
         new, matched = dict(plan.feeds), self._feeds.matched()
-        for name in {*found.feeds} - matched.keys() - listed:
+        # Gone, or now of a retention that the pattern does not take: its feed stops and names the reason.
+        for name in {*found.feeds} - matched.keys() - (listed - plan.uncovered.keys()):
             if (feed := self._settings.egress.feed_named(name)) is not None and feed.streams:
                 new[name] = feed
         if new.keys() - {*found.feeds}:

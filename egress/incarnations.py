@@ -292,12 +292,15 @@ class Incarnations:
         await self._threads.run(self._chains.replace_stream, current.chain, document)
 
     def _import_error(self, chain: Chain) -> Stopped:
-        prefix = self._chains.layout.incarnation_prefix(chain)
+        prefixes = self._chains.layout.stream_document(chain), self._chains.layout.incarnation_prefix(chain)
         return Stopped(
             f"{chain}: the import of a backup into this chain has not ended",
             hint=choices(
-                ("stop egress, and repeat the import of that backup", import_command("DIR", chain)),
-                f"or remove the objects under {prefix}: nothing has read them",
+                (
+                    "stop egress, and repeat the import of that backup, from its folder DIR",
+                    import_command("DIR", chain),
+                ),
+                f"or remove {' and all below '.join(prefixes)}: nothing has read them",
             ),
             code="E-IMPORT-UNFINISHED",
         )

@@ -11,7 +11,7 @@ from common.logs import get_logger
 from common.nats.api import stream_info
 from common.sequences import SequenceRange
 from egress.archive import Archive
-from egress.consumers import check_start
+from egress.consumers import check_retention, check_start
 from egress.context import CommandContext
 from egress.deps import PartitionDeps
 from egress.evidence import IdentityCheck
@@ -138,9 +138,12 @@ async def load_case(context: CommandContext, partition: Partition) -> Case:
         chain = replace(partition.chain, incarnation=following)
         if (lost := await _lost(incarnations, chain)) is not None:
             return Case(partition, error=lost, incarnation=following, mark=await _mark(deps, chain))
-        if (current := await incarnations.load()) is None:
-            if (info := await stream_info(context.deps.client, partition.stream)) is None:
-                raise no_stream_error(partition)
+        current, info = await incarnations.load(), await stream_info(context.deps.client, partition.stream)
+        if info is not None:
+            check_retention(info, partition.settings)
+        if current is None:
+            if info is None:
+                raise _unknown_error(partition) if partition.settings.streams else no_stream_error(partition)
             check_start(info, partition.settings)
     except (Stopped, ConfigError, DataError) as error:  # other errors prove nothing about the partition
         return Case(partition, error=error, incarnation=number)
@@ -156,6 +159,11 @@ async def load_case(context: CommandContext, partition: Partition) -> Case:
         mark = await _mark(deps, current.chain)
         return Case(partition, current, archive.first, archive.end, error=error, mark=mark)
     return await _judge(deps, current, archive)
+
+
+def _unknown_error(partition: Partition) -> UsageError:
+    pattern = partition.settings.pattern
+    return UsageError(f"{partition.stream}: expected a feed or a stream that {pattern} matches, found neither")
 
 
 async def _mark(deps: PartitionDeps, chain: Chain) -> int:

@@ -65,7 +65,7 @@ class AdvisorySearch:
         if (info := await stream_info(self.client, self.stream)) is None:
             raise FloeError(
                 f"stream {self.stream}: expected one on this server, found none",
-                hint="list the streams with nats stream ls; or use the connection of the other role: --nats",
+                hint="list the streams with nats stream ls; or connect as the other role with floe advisories --nats",
                 code="E-STREAM",
             )
         now_ns = parse_time(info.time) if info.time else int(self.clock.now() * NS_PER_S)

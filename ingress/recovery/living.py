@@ -146,8 +146,10 @@ class CompareReport:
 
     def lines(self) -> Iterator[str]:
         if not self.copies:
-            yield f"{self.stream}: no archived rows to compare"
+            yield f"{self.stream}: nothing to compare"
         yield from (line for each in self.copies for line in each.lines())
+        if not self.finished:
+            yield "stopped before its end: --since-last continues"
         yield from (f"note: {note}" for note in self.notes)
 
 
@@ -304,10 +306,12 @@ class LivingComparison:
         """Return the result of the chain on one copy; None if it has no rows to compare."""
         record = self._documents.compared(chain, server or request.mode)
         begin, last = await self._threads.run(self._bounds, chain, request)
-        if max(begin, request.first or 1) < info.first_sequence <= last:
+        if max(begin, request.first or 1) < info.first_sequence and begin <= last:
             self._notes.append(f"{chain}: the stream begins at {info.first_sequence}; rows before it are not compared")
         former = await self._threads.run(record.read)
         reached = max(former.last if former else 0, info.first_sequence - 1, begin - 1)
+        if request.since_last and reached >= last:
+            self._notes.append(f"{chain}: equal up to {reached}, as of the last comparison, and not archived further")
         first = max(begin, info.first_sequence, request.first or 1, reached + 1 if request.since_last else 1)
         result = None
         while first <= last and not stop.is_set:

@@ -23,7 +23,7 @@ EXISTS_CODE = "E-RESTORE-EXISTS"
 
 @dataclass(frozen=True, slots=True)
 class StreamOutcome:
-    """What became of one stream. `state`: `restored`, `planned`, `there` (a stream of that name exists), `skipped` (no
+    """The outcome of one stream. `state`: `restored`, `planned`, `there` (a stream of that name exists), `skipped` (no
     feed holds all of it), `differs`, `failed` or `stopped`. `text`: the reason, empty if none is needed.
     """
 

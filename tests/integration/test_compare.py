@@ -84,6 +84,10 @@ async def test_removed_and_left_out_rows_are_counted_apart_and_others_are_differ
     report = await compared(bench, sampled["name"])
     assert (counts(report), report.exit_code) == ([(1, 0, 0, 0, 0, 87)], 0)
 
+    await bench.client.api(f"STREAM.PURGE.{stream}", {})
+    report = await compared(bench, stream)
+    assert (report.copies, "the stream begins at 101" in report.notes[0]) == ((), True)
+
     await bench.recreate(stream, [b"%d" % number for number in range(60)])
     report = await compared(bench, stream)
     assert (counts(report), report.exit_code) == ([(0, 40, 60, 0, 0, 0)], 3)
@@ -102,7 +106,13 @@ async def test_a_comparison_goes_on_where_the_last_one_found_all_equal(bench: Be
     report = await compared(bench, stream, since_last=True)
     assert (counts(report), report.copies[0].rows) == ([(50, 0, 0, 0, 0, 0)], SequenceRange(51, 100))
     report = await compared(bench, stream, since_last=True)
-    assert (report.copies, list(report.lines())) == ((), [f"{stream}: no archived rows to compare"])
+    assert (report.copies, list(report.lines())) == (
+        (),
+        [
+            f"{stream}: nothing to compare",
+            f"note: {SITE}/{stream}/0000/0: equal up to 100, as of the last comparison, and not archived further",
+        ],
+    )
     await bench.publish(stream, [b"y"] * 5)
     await bench.freeze({"stream": stream})
     assert counts(await compared(bench, stream, since_last=True)) == [(5, 0, 0, 0, 0, 0)]

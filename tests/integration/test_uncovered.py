@@ -9,6 +9,7 @@ from common.nats.api import stream_info
 from egress.account import all_feeds
 from egress.status import site_view
 from tests.support.basics import metric_value, soon, unique
+from tests.support.commands import configuration, ran
 from tests.support.egress import QUICK, SITE, Bench, Running
 
 
@@ -124,3 +125,17 @@ async def test_a_stream_that_vanishes_without_an_announcement_stops_its_feed(ben
         await soon(lambda: running.state(lost) == "reading")
         assert metric_value("floe_egress_source_gone", {"site": SITE, "feed": lost, "partition": "0"}) == 0
         await bench.archived_to(lost, 1, 1)
+
+
+@pytest.mark.simulated
+async def test_a_matched_stream_that_became_a_work_queue_stops_after_each_start(bench: Bench) -> None:
+    entry, stream = {"streams": ["T*"], "segment": {"max_age": "1s"}}, await bench.filled([b"x"])
+    async with bench.egress(entry):
+        await bench.archived_to(stream, 1)
+    await bench.recreate(stream, [b"job"], retention="workqueue")
+    for _ in range(2):
+        async with bench.egress(entry) as running:
+            assert "found workqueue" in str(await running.stopped(stream))
+    config = str(configuration(bench, entry))
+    assert "E-RETENTION" in (await ran("egress", "resolve", "-c", config, stream, code=3)).out
+    assert "expected a feed or a stream" in (await ran("egress", "resolve", "-c", config, "TYPO", code=2)).err
