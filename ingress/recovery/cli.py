@@ -39,7 +39,7 @@ from common.settings.types import format_count
 if TYPE_CHECKING:
     from common.settings.root import Settings
     from ingress.recovery.plan import RestoreRequest
-    from ingress.recovery.site_restore import SiteRestore
+    from ingress.recovery.site_restore import WholeSiteRestore
 
 
 def _parse_site_or_chain(text: str) -> ChainSelector:
@@ -205,7 +205,7 @@ async def restore(
     from common.subjects import first_overlap, overlaps
     from ingress.recovery.plan import RestoreRequest
     from ingress.recovery.restore import Restore
-    from ingress.recovery.site_restore import SiteRestore
+    from ingress.recovery.site_restore import WholeSiteRestore
 
     _check_whole_feed(selector, "restored")
     if is_all is bool(selector.feed):
@@ -253,7 +253,7 @@ async def restore(
             def make(request: RestoreRequest) -> Restore:
                 return Restore(settings, request, store, chains, clock, progress)
 
-            with closing(SiteRestore(request, chains, make, progress := Progress())) as site:
+            with closing(WholeSiteRestore(request, chains, make, progress := Progress())) as site:
                 return await _restore_site(site, settings, selector.site, dry_run=dry_run, yes=yes, as_json=as_json)
         work = Restore(settings, request, store, chains, clock, progress := Progress())
         if dry_run:
@@ -284,7 +284,7 @@ async def restore(
 
 
 async def _restore_site(
-    site: SiteRestore, settings: Settings, name: str, *, dry_run: bool, yes: bool, as_json: bool
+    site: WholeSiteRestore, settings: Settings, name: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> int:
     from common.service.process import stop_on_signals
 

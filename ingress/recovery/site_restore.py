@@ -99,7 +99,7 @@ def _sources(config: Mapping[str, Any]) -> set[str]:
     return {str(each.get("name")) for each in config.get("sources") or [] if not each.get("external")}
 
 
-class SiteRestore:
+class WholeSiteRestore:
     """One request for all feeds of a site. `make`: makes the restore of a request."""
 
     def __init__(
