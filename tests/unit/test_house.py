@@ -15,13 +15,13 @@ PRODUCT = (*COUNTED, "infra", "bench")
 MOST_FILES = 253
 # Lines of code by folder. A number rises only where another falls by as much in the same commit. Ten thousand chains in
 # one centre were granted 800 lines: 682 of them are in the first four folders, 115 in `bench`, which had room to 1,400.
-# Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,371 with 40 of `bench`, 13 files.
+# Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,373 with 40 of `bench`, 13 files.
 # Its tests are granted as many lines; infra has 3,500.
 MOST_LINES = {
     "common": 15_113,
     "egress": 9_859,
     "ingress": 13_205,
-    "compaction": 4_780,
+    "compaction": 4_782,
     "floe.py": 159,
     "pyspark_floe.py": 22,
     "infra": 3_475,
