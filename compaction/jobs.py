@@ -45,14 +45,18 @@ _store: SegmentStore | None = None  # of a process of `JobRunner`
 
 def default_jobs() -> int:
     """Return the number of processors that this process may use, as far as free memory allows."""
-    return max(1, min(len(os.sched_getaffinity(0)), MAX_DEFAULT_JOBS, _free_memory() // JOB_BYTES))
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(processors, MAX_DEFAULT_JOBS, _free_memory() // JOB_BYTES))
 
 
 def _free_memory() -> int:
-    """Return the bytes that are free on this host, and in the control group of this process if that is less."""
-    found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(found["MemAvailable"].split()[0]) * 1024
-    with suppress(OSError, ValueError):  # no limit, another version of control groups, or none
+    """Return the bytes that are free on this host, and in the control group of this process if that is less; those of
+    two jobs if the host does not tell.
+    """
+    free = 2 * JOB_BYTES
+    with suppress(OSError, ValueError):  # another system; no limit, another version of control groups, or none
+        found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(found["MemAvailable"].split()[0]) * 1024
         group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2])
         return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return free
