@@ -110,7 +110,7 @@ def _print_checked(file: str, documents: list[ConfigDocument], errors: list[Conf
 
 def _summary(document: ConfigDocument) -> dict[str, Any]:
     settings = document.settings
-    return {"site": settings.site, "feeds": len(settings.egress.feed_entries), "targets": len(settings.ingress.targets)}
+    return {"site": settings.site, "feeds": len(settings.egress.feeds_), "targets": len(settings.ingress.targets)}
 
 
 def _problem_rows(error: ConfigError) -> list[object]:

@@ -151,7 +151,7 @@ def failed(part: str, what: str, error: FloeError, meaning: str = "", todo: str 
 
 def roles_of(settings: Settings) -> tuple[str, ...]:
     """Return the roles that a configuration is for; compaction if it has neither feeds nor targets."""
-    found = [*(["egress"] if settings.egress.feed_entries else []), *(["ingress"] if settings.ingress.targets else [])]
+    found = [*(["egress"] if settings.egress.feeds_ else []), *(["ingress"] if settings.ingress.targets else [])]
     return tuple(found) or ("compaction",)
 
 

@@ -109,7 +109,7 @@ async def examine(settings: Settings, roles: Collection[str], probes: RoleProbes
         threads.run(examine_disk, settings, examined),
     ]
     is_requested = "compaction" in examined
-    if settings.compaction.engine == "spark" and (is_requested or not settings.egress.feed_entries):
+    if settings.compaction.engine == "spark" and (is_requested or not settings.egress.feeds_):
         work.append(threads.run(probes["spark"](), settings, is_requested))
     try:
         found = [each for part in await asyncio.gather(*work) for each in part]

@@ -578,7 +578,7 @@ async def archive_view(settings: Settings) -> StatusView:
     """Return the archive view: the contents of the store, by chain. Sends no request to NATS."""
     (store, documents), clock = open_for_view(settings), SystemClock()
     # A site may list only its own keys.
-    site = settings.site if settings.egress.feed_entries and not settings.ingress.targets else None
+    site = settings.site if settings.egress.feeds_ and not settings.ingress.targets else None
     with closing(store), closing(ThreadPool("archive", PARALLEL_LISTINGS)) as threads:
         tails = await threads.run(documents.list_tails, site)
         named = await threads.run(documents.chains, site)

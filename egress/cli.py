@@ -141,7 +141,7 @@ async def init(config: str, as_json: bool) -> int:
     from egress.partition import require_feeds
 
     settings = load_settings(config, quiet=True)
-    require_feeds(settings.egress.feed_entries)
+    require_feeds(settings.egress.feeds_)
     async with aclosing(await connect_egress(settings, "init", SystemClock())) as client:
         done, problems = await set_up(client, settings)
     if as_json:

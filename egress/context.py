@@ -131,6 +131,6 @@ def find_feed(settings: Settings, name: str) -> FeedSettings:
     """Return the settings of a feed. Raises UsageError if the configuration has no such feed."""
     if (found := settings.egress.feed_named(name)) is not None:
         return found
-    feeds = [each.label for each in settings.egress.feed_entries]
+    feeds = [each.label for each in settings.egress.feeds_]
     where = f"expected one of {', '.join(feeds)}" if feeds else "the configuration has no feed; use the site's file"
     raise UsageError(f"feed {name or repr(name)}: {where}")

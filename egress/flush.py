@@ -233,7 +233,7 @@ async def run_flush(settings: Settings, name: str, wait: bool | None, timeout: f
     Raises Unavailable if no process holds a lease, or if the segments are not stored after `timeout` seconds;
     UsageError for another name, and for an incarnation that has ended.
     """
-    require_feeds(settings.egress.feed_entries)
+    require_feeds(settings.egress.feeds_)
     feed, incarnation, number = parse_feed(settings, name)
     clock, partitions = SystemClock(), list[Partition]()
     if name:

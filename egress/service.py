@@ -77,7 +77,7 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, identity: W
 
     `identity`: this process is one of several workers, and its parent ends it.
     """
-    require_feeds(settings.egress.feed_entries)
+    require_feeds(settings.egress.feeds_)
     # Hundreds of feeds have a million objects: to look at all of them every minute takes as long as the idle feeds do.
     gc.set_threshold(50_000)
     clock = SystemClock()
@@ -163,7 +163,7 @@ class EgressService:
     async def run(self) -> bool:
         """Run until the stop is requested and everything is drained. Return True if it was drained in time."""
         settings, totals = self._settings.egress, metrics.totals()
-        what = {"feeds": [each.label for each in settings.feed_entries], "monitor": settings.monitor.listen}
+        what = {"feeds": [each.label for each in settings.feeds_], "monitor": settings.monitor.listen}
         process_log = ProcessLog("egress", self._settings, self._clock, totals, self._health.problems, **what)
         with process_log:
             async with AsyncExitStack() as stack:

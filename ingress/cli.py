@@ -158,7 +158,7 @@ def _show(found: Sequence[StatusView], *, is_wide: bool, as_json: bool) -> int:
 
 async def _read_views(settings: Settings, views: Views, is_archive: bool) -> list[StatusView]:
     """Return the views of the configured sections, and the archive's if there is none or its servers do not answer."""
-    sections = {"egress": settings.egress.feed_entries, "ingress": settings.ingress.targets}
+    sections = {"egress": settings.egress.feeds_, "ingress": settings.ingress.targets}
     names = [] if is_archive else [name for name, has in sections.items() if has]
     found: list[StatusView] = []
     note = "" if names else "NATS is not queried"

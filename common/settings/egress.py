@@ -264,12 +264,12 @@ def _filter_problems(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 class EgressSettings(ServiceSettings):
-    """The feeds that a site archives. `feed_entries`: all entries of `feeds`, patterns included."""
+    """The feeds that a site archives. `feeds_`: all entries of `feeds`, patterns included."""
 
     monitor: EgressMonitorSettings = option({}, "the monitor")
     workers: Annotated[t.Whole, t.Range(1, 64)] = option(1, "processes, under one monitor")
     defaults: dict[str, Any] = option({}, "keys that entries of `feeds` may override")
-    feed_entries: tuple[FeedSettings, ...] = Field((), alias="feeds", description="the feeds to archive")
+    feeds_: tuple[FeedSettings, ...] = Field((), alias="feeds", description="the feeds to archive")
     not_archived: Patterns = option(
         (), "streams that need no archive, `*` for any text: no pattern takes them, and they are not named as uncovered"
     )
@@ -282,11 +282,11 @@ class EgressSettings(ServiceSettings):
     @property
     def feeds(self) -> tuple[FeedSettings, ...]:
         """The feeds of streams that the configuration names."""
-        return tuple(each for each in self.feed_entries if not each.is_pattern)
+        return tuple(each for each in self.feeds_ if not each.is_pattern)
 
     @property
     def patterns(self) -> tuple[FeedSettings, ...]:
-        return tuple(each for each in self.feed_entries if each.is_pattern)
+        return tuple(each for each in self.feeds_ if each.is_pattern)
 
     def feeds_of(self, stream: str) -> tuple[FeedSettings, ...]:
         """Return the feeds of a stream: those that name it, else that of the pattern that matches it, if any.
@@ -308,12 +308,12 @@ class EgressSettings(ServiceSettings):
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from super().combination_problems()
-        named = [(index, each.name) for index, each in enumerate(self.feed_entries) if each.name]
+        named = [(index, each.name) for index, each in enumerate(self.feeds_) if each.name]
         for first, index in find_repeated(name for _, name in named):
             found = f"{named[index][1]!r} in feeds.{named[first][0]} and feeds.{named[index][0]}"
             yield f"feeds.{named[index][0]}.name", f"expected a unique name, found {found}"
         streams = [each for feed in self.feeds for each in {feed.stream, feed.name}]
-        for (first, one), (index, other) in combinations(enumerate(self.feed_entries), 2):
+        for (first, one), (index, other) in combinations(enumerate(self.feeds_), 2):
             excluded = (*one.except_, *other.except_, *self.not_archived, *streams)
             for both in product(one.streams, other.streams):
                 if (name := common_name(both, excluded)) is not None:

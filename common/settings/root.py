@@ -280,7 +280,7 @@ class Settings(Section):
         return self.model_copy(update={"nats": self.nats.from_context(name), **roles})
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
-        if self.egress.feed_entries and not self.site:
+        if self.egress.feeds_ and not self.site:
             yield "site", "expected a name if egress has feeds, found none"
         if self.ingress.events and self.store.url.startswith("file:"):
             yield "ingress.events", "expected none with a file:// store, found some"

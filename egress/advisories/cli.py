@@ -135,7 +135,7 @@ async def advisories(
             f"expected 1 to 255 characters without space . * > / \\, found {stream!r:.60}", param_hint="STREAM"
         )
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    is_egress = settings.egress.feed_entries or not settings.ingress.targets
+    is_egress = settings.egress.feeds_ or not settings.ingress.targets
     nats = settings.nats_for(role or ("egress" if is_egress else "ingress"))
     client = await connect(nats, name="floe advisories", clock=clock)
     search = AdvisorySearch(client, clock, stream, value, since or LAST_HOUR, follow)

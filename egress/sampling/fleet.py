@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from common.archive.documents import SnapshotRef
 from common.chain import Chain
 from common.cli import RequestedTime, chains_argument, config_command, resolve_time, since_option
-from common.clock import NS_PER_S, SystemClock
+from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import FloeError
 from common.logs import escape
 from common.open import load_settings, open_for_view
@@ -31,6 +31,7 @@ STATES = ("active", "silent", "expired")
 _ACTIVE = pa.scalar(0, pa.int8())
 _LINES_PER_WRITE = 10_000
 _LATEST_S = 253_402_300_799  # the last second of the year 9999
+_CLOCKS_DIFFER_S = 60.0  # the store's and the server's; an advisory from before the snapshot does no harm
 _OLDEST_S = 86_400.0  # of the advisories, if no snapshot was read
 
 
@@ -143,7 +144,8 @@ async def fleet(
                 tables.setdefault(chain.site, []).append(senders_table(chain.site, found[1].state))
     if stream is not None:
         oldest = min((ref.modified for ref in refs), default=now - _OLDEST_S)
-        reported = await _advisories(settings, stream, RequestedTime(seconds_ago=max(0.0, now - oldest)))
+        begin = format_time(round((oldest - _CLOCKS_DIFFER_S) * NS_PER_S))
+        reported = await _advisories(settings, stream, RequestedTime(begin))
         for site in {*tables, *(each.replicator for each in reported if what is None)}:
             tables.setdefault(site, [senders_table(site, SamplerState(0))]).append(advisories_table(site, reported))
     if not tables:

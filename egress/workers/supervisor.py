@@ -111,7 +111,7 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
 
     On the first signal they drain. The second kills them.
     """
-    require_feeds(settings.egress.feed_entries)
+    require_feeds(settings.egress.feeds_)
     clock = SystemClock()
     environment = {**os.environ, **({"FLOE_DEBUG": "1"} if is_debug() else {})}
     workers = [WorkerProcess(index, count, worker_command(config), environment) for index in range(count)]
@@ -120,11 +120,7 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     pages, wanted = WorkerPages(health, partial(fetch_from_all, workers)), settings.egress.monitor
     monitor = Monitor(wanted.listen, health, pages=pages, tls=wanted.tls)
     monitor.start()
-    log_fields = {
-        "feeds": [each.label for each in settings.egress.feed_entries],
-        "workers": count,
-        "monitor": wanted.listen,
-    }
+    log_fields = {"feeds": [each.label for each in settings.egress.feeds_], "workers": count, "monitor": wanted.listen}
     with closing(monitor), ProcessLog("egress", settings, clock, {}, list, **log_fields) as life:
         status_page = monitor.page_text if wanted.listen else lambda _path: (200, f"{count} workers, not checked")
         code = await supervise(supervisor, health, SystemdNotifier(status_page, clock))

@@ -116,9 +116,9 @@ class Bench:
             feed
             if "max_age" in raw.get("segment", {})
             else feed.model_copy(update={"segment": feed.segment.model_copy(update={"max_age": 0.15})})
-            for feed, raw in zip(settings.egress.feed_entries, feeds, strict=True)
+            for feed, raw in zip(settings.egress.feeds_, feeds, strict=True)
         )
-        return settings.model_copy(update={"egress": settings.egress.model_copy(update={"feed_entries": hurried})})
+        return settings.model_copy(update={"egress": settings.egress.model_copy(update={"feeds_": hurried})})
 
     def start(
         self,

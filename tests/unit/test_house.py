@@ -19,7 +19,7 @@ MOST_FILES = 253
 # Its tests are granted as many lines; infra has 3,500.
 MOST_LINES = {
     "common": 15_113,
-    "egress": 9_859,
+    "egress": 9_857,
     "ingress": 13_205,
     "compaction": 4_782,
     "floe.py": 159,
