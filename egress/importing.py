@@ -158,7 +158,7 @@ def wanted_partition(context: CommandContext, feed: str, backup: Backup) -> Part
             f"feed {feed}: expected one that archives the whole stream {backup.stream}, found {problem}; "
             "import it under a name of its own"
         )
-    # What egress leaves out by age, an import is to bring.
+    # An import brings also the messages that egress leaves out by their age.
     return Partition(context.settings.site, found.model_copy(update={"max_age": 0.0}), 0, found.filters()[0])
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.servers
 
 @dataclass
 class Planned:
-    """What the choice reads of a plan."""
+    """The fields of a plan that the choice reads."""
 
     name: str
     feed: str = ""
