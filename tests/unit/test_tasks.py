@@ -276,9 +276,9 @@ async def test_a_call_that_ends_before_a_thread_is_free_never_runs(threads: Thre
     second = asyncio.create_task(threads.run(ran.set))
     await asyncio.sleep(0)
     threads.close() if is_closed else second.cancel()
+    await asyncio.wait_for(asyncio.wait({second}), PATIENCE)
     release.set()
     await first
-    await asyncio.wait_for(asyncio.wait({second}), PATIENCE)
     await threads.wait_idle()
     assert not ran.is_set()
 
