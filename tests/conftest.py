@@ -46,8 +46,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("floe", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("floe")
 
-# Files that start many processes and servers, for minutes. They begin early and are spread between the other files:
-# never three of them run at once, and none begins last while the other processes wait for it.
+# Files that start many processes and servers, or compute, for minutes. They begin early and are spread between the
+# other files, so that none begins last while the other processes wait for it.
 _WORLDS = ("acceptance", "crash", "sim")
 # One process runs these, with one Spark session; they and the demo take longest, so they begin first.
 _SPARK = ("test_compaction_spark.py", "test_readers_agree.py", "test_report_command.py", "test_spark_source.py")
@@ -99,6 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         files.setdefault(str(item.path), []).append(item)
     longest = [path for path in files if path.endswith(_LONGEST)]
     worlds = [path for path in files if path.split("/")[-2] in _WORLDS and path not in longest]
+    worlds.sort(key=lambda path: path.split("/")[-2] != "sim")  # the longest of them
     others = [path for path in files if path not in {*worlds, *longest}]
     # The last third of the other files comes after the last world.
     each = max(1, len(others) * 2 // 3 // max(1, len(worlds)))
