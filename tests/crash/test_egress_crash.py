@@ -1,4 +1,4 @@
-"""Egress killed, paused and doubled as a process: the archive accounts for every message, exactly once."""
+"""Egress killed and stopped as a process: the archive accounts for every message, exactly once."""
 
 import json
 import signal
@@ -6,7 +6,6 @@ import urllib.request
 from contextlib import suppress
 
 from common.archive.captures import CaptureStore
-from common.nats.api import stream_info
 from common.nats.kv import KeyValue
 from egress.feed import lease_key
 from infra.local.process import free_port
@@ -86,36 +85,6 @@ async def test_sigterm_stores_the_open_segment_releases_the_lease_and_ends_with_
         assert await leases.get(lease_key(bench.chain(stream))) is None
     assert bench.end(stream) == 60
     await bench.same(stream, stream)
-
-
-async def test_killed_before_its_acknowledgements_repeats_make_no_second_segment(far: Bench) -> None:
-    """F03."""
-    stream = await far.make_stream(unique("T"), retention="workqueue")
-    feed = {"stream": stream, "segment": {"max_messages": 100, "max_age": "1m"}}  # full before it is old
-    with processes() as started:
-        started.append(Process(far, stream, failpoints="egress.before_ack=kill@2", feeds=[feed]))
-
-        async def has_durable() -> bool:
-            return bool((await far.client.api(f"CONSUMER.NAMES.{stream}")).get("consumers"))
-
-        await soon(has_durable)
-        await far.publish(stream, (b"%d" % i for i in range(350)))
-        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
-        before = far.end(stream)
-        await far.publish(stream, (b"%d" % i for i in range(350, 370)))
-        started.append(Process(far, stream))
-        await far.archived_to(stream, 370)
-
-        async def is_empty() -> bool:
-            info = await stream_info(far.client, stream)
-            return info is not None and info.messages == 0
-
-        await soon(is_empty)
-        await started[1].drained()
-    assert (before, [m.payload for m in far.messages(stream)]) == (200, [b"%d" % i for i in range(370)])
-    assert far.ledger(stream) == {}
-    assert sum(len(ref.coverage) for ref in far.refs(stream)) == 370, "no sequence was put twice"
-    far.check(stream)
 
 
 async def test_killed_while_an_incarnation_of_partitions_is_closed_nothing_is_in_both_or_in_none(bench: Bench) -> None:

@@ -1,15 +1,13 @@
-"""`floe restore` killed at any step leaves nothing, or leftovers that it removes; no producer gets in before."""
+"""`floe restore` asleep or killed around its promotion. Simulated worlds kill it before, beside producers."""
 
 import asyncio
 import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 
-from common.errors import FloeError
 from common.nats.api import create_consumer, list_consumers, stream_info
 from infra.local.process import spawn
 from tests.support import restoring as back
@@ -18,28 +16,6 @@ from tests.support.commands import ROOT, configuration, floe
 from tests.support.egress import Bench
 
 pytestmark = pytest.mark.servers
-
-
-class Producer:
-    """Publish to the real subjects all the while. `acknowledged`: the acknowledgements received."""
-
-    def __init__(self, bench: Bench, stream: str) -> None:
-        self._bench, self._stream = bench, stream
-        self.acknowledged: list[bytes] = []
-        self.tried = 0
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        while True:
-            self.tried += 1
-            with suppress(FloeError):
-                answer, _ = await self._bench.client.request_raw(f"{self._stream}.a".encode(), b"late", timeout=1.0)
-                self.acknowledged.append(answer)
-            await asyncio.sleep(0.01)
-
-    async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
 
 
 async def lost(bench: Bench, count: int) -> tuple[str, list[object], str]:
@@ -53,24 +29,6 @@ async def lost(bench: Bench, count: int) -> tuple[str, list[object], str]:
     return stream, [*before], str(configuration(bench, {"stream": stream}))
 
 
-async def is_guarded_or_gone(bench: Bench, stream: str) -> bool:
-    info = await stream_info(bench.client, stream)
-    return info is None or (bool(info.restore_marker) and info.config["subjects"] == [f"_floe.restore.{stream}"])
-
-
-async def completes(bench: Bench, stream: str, before: list[object], producer: Producer, file: str) -> None:
-    """Check that the same command brings the stream back, and that producers continue behind it."""
-    assert producer.acknowledged == []
-    done = await floe("restore", "-c", file, f"site/{stream}", "--yes")
-    assert done.code == 0, done
-    await bench.publish(stream, [b"next"])
-    await producer.stop()
-    assert producer.tried > 10
-    found = await back.contents(bench, stream)
-    assert [*found[: len(before)]] == before
-    assert {message.payload for message in found[len(before) :]} <= {b"late", b"next"}
-
-
 async def asleep_before_promotion(stream: str, file: str, **options: object) -> subprocess.Popen[str]:
     """Start a restore that sleeps at a failpoint until it gets SIGCONT."""
     words = [sys.executable, "-m", "floe", "restore", "-c", file, f"site/{stream}", "--yes"]
@@ -79,22 +37,14 @@ async def asleep_before_promotion(stream: str, file: str, **options: object) -> 
     return process
 
 
-# Here it is a process, and producers publish all the while.
-async def test_killed_before_and_behind_the_comparison(bench: Bench) -> None:
-    stream, before, file = await lost(bench, 500)
-    producer = Producer(bench, stream)
-    for point in ("sending", "recorded"):
-        env = {**os.environ, "FLOE_FAILPOINTS": f"restore.{point}=kill"}
-        done = await floe("restore", "-c", file, f"site/{stream}", "--yes", env=env)
-        assert done.code == -signal.SIGKILL, done
-        assert await is_guarded_or_gone(bench, stream)
-    await completes(bench, stream, before, producer, file)
-
-
 async def test_one_that_was_asleep_touches_nothing_of_the_one_that_was_done_meanwhile(bench: Bench) -> None:
     stream, before, file = await lost(bench, 200)
+    words = ("restore", "-c", file, f"site/{stream}", "--yes")
+    for point in ("sending", "recorded"):  # the next command begins again
+        done = await floe(*words, env={**os.environ, "FLOE_FAILPOINTS": f"restore.{point}=kill"})
+        assert done.code == -signal.SIGKILL, done
     asleep = await asleep_before_promotion(stream, file)
-    other = await floe("restore", "-c", file, f"site/{stream}", "--yes")
+    other = await floe(*words)
     assert other.code == 0, other
     await bench.publish(stream, [b"acknowledged"] * 5)
     asleep.send_signal(signal.SIGCONT)
@@ -118,14 +68,18 @@ async def test_a_subject_that_was_taken_meanwhile_leaves_it_under_its_guard(benc
     assert f"stream {stream}: the server refuses its configuration: subjects overlap" in output
     assert "stays under its guard" in output
     await bench.client.request_raw(f"{stream}.a".encode(), b"for the other", timeout=PATIENCE)
-    assert await is_guarded_or_gone(bench, stream)
-    assert (await back.state(bench, stream))["last_seq"] == 200
+    info = await stream_info(bench.client, stream)
+    assert info is not None
+    assert (bool(info.restore_marker), info.config["subjects"]) == (True, [f"_floe.restore.{stream}"])
+    assert info.last_sequence == 200
     early = await floe("restore", "-c", file, f"site/{stream}", "--yes")
     assert early.code == 78, early
     assert f"error[E-RESTORE-SUBJECTS]: stream {stream}: expected subject {stream}.> to be free" in early.err
     assert [message.payload for message in await back.contents(bench, other)] == [b"for the other"]
     await bench.delete_stream(other)
-    await completes(bench, stream, before, Producer(bench, stream), file)
+    done = await floe("restore", "-c", file, f"site/{stream}", "--yes")
+    assert done.code == 0, done
+    assert [*await back.contents(bench, stream)] == before
 
 
 async def test_killed_between_its_promotion_and_the_last_push_consumer(bench: Bench) -> None:

@@ -6,14 +6,13 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from common.errors import FloeError, Unavailable
+from common.errors import Unavailable
 from common.nats.api import create_consumer
 from common.nats.client import FloeClient, connect, frame
 from common.nats.headers import build_block
@@ -22,10 +21,10 @@ from common.settings.service import NatsSettings
 from egress.advisories.advisory import Advisory, AdvisoryDocument, AdvisoryEvent
 from egress.advisories.cli import format_advisory
 from egress.advisories.outbox import find_stored_ids
-from infra.local.nats import NatsCluster, NatsServer
+from infra.local.nats import NatsServer
 from infra.local.process import spawn
 from tests.support.advisories import SECOND, World, new, news, now_ns, running
-from tests.support.basics import PATIENCE, answered, soon
+from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.commands import ROOT, Done, invoke
 from tests.support.proxies import TcpProxy
@@ -69,22 +68,6 @@ def life_of(value: str, start: int) -> list[Advisory]:
     gone = Advisory(AdvisoryEvent.EXPIRE, value, start, start + HOUR)
     back = Advisory(AdvisoryEvent.RECOVER, value, start + HOUR, start + HOUR + HOUR // 2)
     return [new(value, start), silent, gone, new(value, start + HOUR), back]
-
-
-@pytest.mark.real
-async def test_lost_answers_are_settled_by_reading(world: World, nats_server: NatsServer) -> None:
-    async with TcpProxy(nats_server.port) as proxy, aclosing(await connected(proxy.url)) as cut:
-        sent = news(300, values=200)
-        async with running(world.advisories(cut)) as advisories:
-            advisories.finish_reread()
-            proxy.blackhole("down")
-            advisories.enqueue(sent, may_be_sent=False)
-            await soon(lambda: world.counted()["unknown"] >= 200)
-            assert await world.count() == 200  # stored, but no acknowledgement arrived
-            proxy.heal()
-            await advisories.drain(20)
-    once_and_in_order(await world.stored(), sent)
-    assert world.counted()["stored"] == len(sent)
 
 
 async def test_without_a_stream_for_an_hour_none_is_lost(client: FloeClient, caplog: pytest.LogCaptureFixture) -> None:
@@ -234,29 +217,6 @@ async def test_without_the_right_to_read_they_go_and_to_send_they_wait(caplog: p
             await each.aclose()
     assert caplog.text.count("E-ADVISORIES") == 1
     assert caplog.text.count("nats permission refused") < 300
-
-
-async def test_leaders_that_move_and_restarts_lose_and_repeat_nothing(cluster: NatsCluster) -> None:
-    client = await connect(NatsSettings(url=cluster.urls), name="test")
-    world, sent = World(client), news(4000, values=2000)
-
-    config = {"num_replicas": 3, "storage": "file", "duplicate_window": 120 * SECOND}
-    await answered(lambda: world.make_stream(**config), FloeError)
-    for _ in range(3):
-        async with running(world.advisories(outbox=sent)) as advisories:
-            advisories.finish_reread()
-            for _ in range(2):
-                await asyncio.sleep(0.3)
-                with suppress(FloeError):
-                    await client.api(f"STREAM.LEADER.STEPDOWN.{world.stream}")
-    async with running(world.advisories(outbox=sent)) as last:
-        last.finish_reread()
-        await last.drain(1)  # may fail for a moment, then ends early
-        await soon(lambda: not last.pending())
-    found = await world.stored()
-    await client.aclose()
-
-    assert len({each.event_id for each in found}) == len(found) == len(sent)
 
 
 # Advisories that are not reliable

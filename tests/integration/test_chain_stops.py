@@ -165,18 +165,6 @@ async def test_a_late_segment_is_not_masked(client: FloeClient, centre: Centre, 
         check_exact(await centre.carried(client, 125), archive, centre.prefix)
 
 
-async def test_a_last_segment_of_a_site_that_never_returns_is_found(
-    client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Egress died after the put, before the tail."""
-    monkeypatch.setattr("ingress.discovery.discovery.SEARCH_INTERVAL_S", 240.0)
-    archive.put(rows_of(1, 10))
-    async with centre.running():
-        await centre.carried(client, 15)
-        archive.put(rows_of(11, 20), tail=False)
-        check_exact(await centre.carried(client, 25, 260.0), archive, centre.prefix)
-
-
 @pytest.mark.real
 async def test_a_lost_range_is_accepted_and_its_late_rows_are_counted_and_not_carried(
     client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch

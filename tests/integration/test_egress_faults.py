@@ -14,10 +14,8 @@ from common.errors import Unavailable
 from common.nats.api import consumer_names
 from common.nats.kv import KeyValue
 from egress.feed import lease_key
-from infra.local.nats import NatsServer
 from tests.support.basics import metric_value, soon, unique
 from tests.support.egress import QUICK, Bench
-from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -175,24 +173,6 @@ async def test_a_stream_in_which_nothing_happens_does_not_stall(bench: Bench) ->
 
     assert not metric("doubts_total", stream, reason="stalled") >= 1
     assert metric("stalled", stream) == 0
-
-
-@pytest.mark.real
-async def test_a_line_that_is_dead_in_one_direction_is_noticed_and_heals(bench: Bench, nats_server: NatsServer) -> None:
-    """F14."""
-    stream = await bench.make_stream(unique("DEAF"))
-    async with TcpProxy(nats_server.port) as proxy:
-        through = replace(bench, url=proxy.url)
-        async with through.egress({"stream": stream}, tuning=IMPATIENT, lease_ttl="10s") as running:
-            await bench.publish(stream, [b"a"] * 10)
-            await bench.archived_to(stream, 10)
-            proxy.blackhole("down")
-            await bench.publish(stream, [b"b"] * 10)
-            await soon(lambda: running.state(stream) == "checking")
-            proxy.heal()
-            await bench.archived_to(stream, 20)
-
-    await bench.same(stream, stream)
 
 
 async def test_a_store_that_takes_nothing_is_logged_with_the_time_until_messages_expire(bench: Bench) -> None:

@@ -9,11 +9,9 @@ from common.nats.api import consumer_info, consumer_names, create_consumer, stre
 from common.settings.egress import FeedSettings
 from egress.consumers import WantedMessages, open_consumer
 from egress.partition import partitions_of
-from infra.local.nats import NatsServer
 from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench
-from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.simulated
 
@@ -72,24 +70,6 @@ def payloads(bench: Bench, feed: str, incarnation: int = 0) -> list[bytes]:
 
 def numbered(count: int, first: int = 0) -> list[bytes]:
     return [b"%d" % number for number in range(first, first + count)]
-
-
-@pytest.mark.real
-async def test_cut_connections_lose_nothing_and_archive_nothing_twice(nats_server: NatsServer, bench: Bench) -> None:
-    """The cuts lose acknowledgements too."""
-    stream = await make(bench, "workqueue")
-    async with TcpProxy(nats_server.port) as proxy:
-        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
-        async with far.egress({"stream": stream, "segment": {"max_messages": 150}}) as running:
-            await reads(bench, running, stream)
-            for round_ in range(10):
-                await bench.publish(stream, numbered(200, 200 * round_))
-                await asyncio.sleep(0.1)
-                proxy.cut_after("up", 3_000 * round_) if round_ % 2 else proxy.cut()
-            proxy.heal()
-            await leaves(bench, stream, 2_000)
-    assert payloads(bench, stream) == numbered(2_000)
-    bench.check(stream)
 
 
 # Messages that are sampled out or too old

@@ -110,22 +110,6 @@ async def test_it_resumes_with_its_memory_and_sends_nothing_twice(
     assert len({footer.sampling_digest for footer in bench.footers(feed["stream"])}) == 1 + rebuilds
 
 
-async def test_silence_in_an_idle_stream_is_sent_once_at_any_crash(bench: Bench) -> None:
-    feed = await make(bench, inspect_duration="6s", warn_duration="1s")
-    await send(bench, feed, NODES)
-    for _ in range(2):
-        running = bench.start(bench.settings(feed))
-        await soon(lambda running=running: running.state(feed["stream"]) == "reading")
-        await soon(lambda: _has_stored(bench, feed, 20))
-        await asyncio.sleep(1.0)  # time for the second one to repeat an advisory
-        await running.crash()
-    # On a busy machine some may have expired already.
-    assert await stored_events(bench, feed) - once("expire", NODES) == once("new", NODES) + once("timeout", NODES)
-    async with bench.egress(feed):
-        await soon(lambda: _has_stored(bench, feed, 30))
-    assert await stored_events(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
-
-
 async def test_silence_is_seen_in_a_filtered_feed_though_its_stream_is_busy(bench: Bench) -> None:
     feed = await make(bench, inspect_duration="3s", warn_duration="1s")
     feed["filter_subject"] = f"{feed['stream']}.a"

@@ -4,19 +4,16 @@ Rows of docs/delivery.md: states of `last_seq`, the intent and the readable tail
 """
 
 import asyncio
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.archive.segment import SegmentRef
 from common.chain import Chain
-from common.errors import FloeError, Unavailable
+from common.errors import Unavailable
 from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from common.sequences import SequenceRange
-from infra.local.nats import NatsCluster, NatsServer
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from tests.support import ingress
 from tests.support.basics import metric_value, soon
@@ -201,35 +198,3 @@ async def test_foreign_ones_are_left_alone(client: FloeClient, centre: Centre, m
         assert sequences(await centre.carried(client, 29)) == list(range(1, 10))
         await soon(lambda: reading("foreign_messages_total", centre.target) == 3)
     assert state.checkpoint.foreign_upto == 17
-
-
-@pytest.mark.real
-async def test_moving_leaders_lose_and_repeat_nothing(
-    tmp_path: Path, archive: ingress.Archive, cluster: NatsCluster
-) -> None:
-    """Leaders step down, die and pause, each under a third of the rows."""
-    centre = Centre(tmp_path, archive, cluster.urls[0], create={"replicas": 3})
-    centre.urls = cluster.urls
-    async with ingress.client_of(*cluster.urls) as client, centre.running(lease_ttl="10s"):
-
-        async def leader() -> NatsServer | None:
-            with suppress(FloeError):  # none just now
-                info = await stream_info(client, centre.target)
-                return cluster.server(info.leader) if info and info.leader else None
-            return None
-
-        for number in range(3):
-            centre.archive.put(rows_of(1000 * number + 1, 1000 * number + 1000))
-            led = await soon(leader)
-            if number == 0:
-                with suppress(FloeError):  # its answer may be lost with the leader
-                    await client.api(f"STREAM.LEADER.STEPDOWN.{centre.target}")
-            elif number == 1:
-                await asyncio.to_thread(led.kill)
-                await asyncio.sleep(0.5)
-                await asyncio.to_thread(led.start)
-            else:
-                led.pause()
-                await asyncio.sleep(2)
-                led.resume()
-        check_exact(await centre.carried(client, 3000), archive, centre.prefix)
