@@ -176,6 +176,8 @@ async def test_two_workers_share_the_feeds_look_like_one_from_outside_and_flush_
         assert 'floe_egress_worker_running{worker="1"} 1.0' in page
         assert not re.search(r"^floe_egress_share\{site", page, re.MULTILINE), "the parent has no feeds"
         await running.answer("healthz", 200)
+        await bench.publish(stream, [b"open"] * 30)
+        await seen(lambda: has_opened(120))  # what is open is stored at the end
         pids = await asyncio.to_thread(running.pids)
         for pid in (*pids, running.service.pid):  # as a supervisor does: the parent forwards its own signal, too
             os.kill(pid, signal.SIGTERM)
@@ -186,7 +188,7 @@ async def test_two_workers_share_the_feeds_look_like_one_from_outside_and_flush_
     assert {line["instance"] for line in lines} == {socket.gethostname()}
     for action in ("process_started", "process_ended"):
         assert {line.get("worker") for line in lines if line.get("action") == action} == {0, 1, None}
-    assert sum(line["rows"] for line in lines if line.get("action") == "segment_put") == 360
+    assert sum(line["rows"] for line in lines if line.get("action") == "segment_put") == 480
     for name in names:
         await bench.same(name, stream)
 
