@@ -7,22 +7,25 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.errors import FloeError
 from common.nats.api import stream_info
 from common.open import load_settings, open_chains, open_store
+from common.tasks import Stop
 from infra.oracle import Trace, prefix_subject, read_target_traces
-from tests.scenarios.bucket import Compactor
 from tests.scenarios.delivery_centre import CREATE, PREFIX, TARGET, Centre, centre
 from tests.scenarios.delivery_faults import KINDS, Faults
 from tests.scenarios.delivery_meter import Meter
 from tests.scenarios.delivery_writer import Author, Writer
 from tests.support.basics import soon
+from tests.support.commands import run_floe
 from tests.support.oracle import classes, compare_target
 
 SITES, FEEDS = ("alpha", "beta"), ("ONE", "TWO", "THREE")
@@ -34,6 +37,38 @@ PACE = (1000, 0.03)
 CALM = 2.0  # seconds in which nothing more may arrive
 # Errors that may end an ingress under faults: a supervisor restarts it.
 LATER = {75}
+
+
+class Compactor:
+    """Repeated runs of `floe compact` within a block: merging, and deleting merged inputs."""
+
+    def __init__(self, config: Path, store: SegmentStore, chains: Sequence[Chain]) -> None:
+        self.counts, self._stop = Counter[str](), Stop()
+        self._config, self._store, self._chains = config, store, chains
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.set()
+        await self._task
+
+    async def _run(self) -> None:
+        while not self._stop.is_set:
+            await asyncio.to_thread(self._once)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), 2.0)
+
+    def _once(self) -> None:
+        before = self._names()
+        done = run_floe("compact", "-c", str(self._config), seconds=900)
+        assert done.code == 0, done
+        self.counts["compactions"] += 1
+        self.counts["segments deleted"] += len(before - self._names())
+
+    def _names(self) -> set[object]:
+        return {ref.name for chain in self._chains for ref in self._store.list(chain)}
 
 
 @dataclass(frozen=True, slots=True)

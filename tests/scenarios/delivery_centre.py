@@ -18,7 +18,6 @@ from common.settings.service import NatsSettings
 from common.settings.types import parse_duration
 from infra.local.nats import NatsCluster
 from infra.local.process import free_port
-from tests.scenarios.bucket import POLICY
 from tests.scenarios.processes import Service
 from tests.support.proxies import TcpProxy
 
@@ -27,6 +26,16 @@ LEASE_TTL = "3s"
 LEASE_SECONDS = parse_duration(LEASE_TTL)
 REPLICAS = 3
 CREATE = {"replicas": REPLICAS, "storage": "file", "subjects": [f"{PREFIX}.>"]}
+
+POLICY = {
+    "engine": "local",
+    "delete_grace": "1s",
+    "allow_short_times": True,
+    "levels": [
+        {"from": 0, "to": 1, "min_age": "1s", "max_wait": "2s", "min_count": 2, "max_count": 5, "min_size": "1M"},
+        {"from": 1, "to": 2, "min_age": "1s", "max_wait": "2s", "min_count": 2, "max_count": 4, "min_size": "1M"},
+    ],
+}
 
 
 @dataclass(slots=True)

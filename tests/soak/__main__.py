@@ -17,7 +17,6 @@ import click
 
 from infra.local.seaweedfs import SeaweedFS
 from tests.scenarios.archives import archives
-from tests.scenarios.bucket import compacted
 from tests.scenarios.delivery import delivered
 from tests.scenarios.delivery_forgetful import work_queue
 from tests.scenarios.many_chains import many_chains
@@ -58,8 +57,6 @@ async def _worlds(chains: int, *_: object) -> dict[str, Any]:
 
 RUNS: dict[str, Soak] = {
     "crash_rounds": Soak(lambda _, rng: crash_rounds(rng), (*WHOLE, "tests")),
-    "compacted": Soak(lambda s3, rng: compacted(s3, rng, seconds=120), WHOLE),
-    "compacted_spark": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, engine="spark"), WHOLE),
     "archives": Soak(lambda _, rng: archives(rng, rounds=600), (COMPACTION,)),
     "delivery_fast": Soak(lambda s3, rng: delivered(s3, rng, 1800, "fast"), CENTRE),
     "delivery_atomic": Soak(lambda s3, rng: delivered(s3, rng, 300, "atomic"), CENTRE),
@@ -99,7 +96,7 @@ def _range(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option("--chains", default=10_000, help="Of ten_thousand_chains.")
 @click.option("--seconds", default=3600.0, help="Of ten_thousand_chains.")
 def main(only: list[str], stale: bool, seed: int | None, **_: object) -> None:
-    """Run the fault runs at full length. Example: python -m tests.soak --only compacted,archives"""
+    """Run the fault runs at full length. Example: python -m tests.soak --only archives,mutants"""
     results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
     names = [name for name in only or RUNS if not stale or _is_stale(name, results.get(name, {}))]
     failed = []
