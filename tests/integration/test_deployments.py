@@ -102,23 +102,21 @@ def checked(name: str, folder: Path) -> Settings:
         return load(str(path))
 
 
+def grace(service: str) -> float:
+    """The seconds that compose leaves a service to end."""
+    return parse_duration(COMPOSE["services"][service]["stop_grace_period"])
+
+
 @pytest.mark.parametrize(
     ("file", "role", "seconds", "port"),
     [
         ("systemd/site", "egress", EGRESS.keys["TimeoutStopSec"], None),
         ("systemd/central", "ingress", INGRESS.keys["TimeoutStopSec"], None),
-        *(
-            (f"helm/{part}", role, VALUES[role]["terminationGracePeriodSeconds"], VALUES[role]["port"])
-            for part, role in (("site", "egress"), ("central", "ingress"))
-        ),
-        *(
-            (f"compose/{file}", role, parse_duration(COMPOSE["services"][service]["stop_grace_period"]), service)
-            for file, role, service in (
-                ("site-east", "egress", "egress-east"),
-                ("site-west", "egress", "egress-west"),
-                ("central", "ingress", "ingress"),
-            )
-        ),
+        ("helm/site", "egress", VALUES["egress"]["terminationGracePeriodSeconds"], VALUES["egress"]["port"]),
+        ("helm/central", "ingress", VALUES["ingress"]["terminationGracePeriodSeconds"], VALUES["ingress"]["port"]),
+        ("compose/site-east", "egress", grace("egress-east"), "egress-east"),
+        ("compose/site-west", "egress", grace("egress-west"), "egress-west"),
+        ("compose/central", "ingress", grace("ingress"), "ingress"),
     ],
 )
 def test_a_configuration_leaves_the_time_that_a_drain_may_take_and_listens_where_it_is_asked(

@@ -164,7 +164,9 @@ async def test_a_site_with_many_tails_is_read_in_turn(place: Place, monkeypatch:
     place.threads.close()
 
 
-async def test_a_notification_wakes_its_chain_alone_and_asks_the_store_nothing(place: Place) -> None:
+async def test_a_notification_wakes_its_chain_alone_asks_the_store_nothing_and_a_thousand_cause_few_polls(
+    place: Place,
+) -> None:
     place.make(20)
     async with place.polling():
         place.notify(Chain("elsewhere", FEED))
@@ -174,11 +176,7 @@ async def test_a_notification_wakes_its_chain_alone_and_asks_the_store_nothing(p
         await soon(lambda: place.target.woken)
         await asyncio.sleep(0.1)
         assert (place.target.woken, place.target.found_, place.objects.calls) == ([place.chain(3)], [], {})
-
-
-async def test_a_thousand_notifications_in_a_second_cause_few_polls(place: Place) -> None:
-    place.make(2)
-    async with place.polling():
+        place.forget()
         began = time.monotonic()
         for _ in range(100):
             for _ in range(10):
@@ -191,7 +189,7 @@ async def test_a_thousand_notifications_in_a_second_cause_few_polls(place: Place
         assert place.objects.calls == {}
 
 
-async def test_a_new_chain_is_asked_for_by_one_call_and_known_from_then_on(place: Place) -> None:
+async def test_a_new_chain_is_asked_for_by_one_call_and_forged_ones_make_nothing_and_cost_little(place: Place) -> None:
     place.make(2)
     async with place.polling():
         place.documents.create_chain(place.chain(9), ChainDocument((), 1, 1))
@@ -202,12 +200,8 @@ async def test_a_new_chain_is_asked_for_by_one_call_and_known_from_then_on(place
         assert (place.objects.calls, place.target.found_) == ({"head": 1}, [(place.chain(9), None)])
         place.notify(place.chain(9))
         await soon(lambda: place.target.woken)
-        assert place.objects.calls == {"head": 1}
-
-
-async def test_forged_chains_make_nothing_and_cost_little(place: Place) -> None:
-    place.make(2)
-    async with place.polling():
+        assert place.objects.calls == {"head": 1}, "it is known from then on"
+        place.forget()
         for number in range(5000):
             place.notify(Chain(SITE, FEED, number % 9999, number))
         await soon(lambda: place.objects.calls["head"])

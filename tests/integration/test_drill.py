@@ -233,8 +233,20 @@ def drill(bench: Bench, stream: str, make_server: LocalServerMaker | None = None
     return ExactDrill(settings, request, bench.store, bench.chains, SystemClock(), Progress(), make_server)
 
 
-async def test_differences_are_named(bench: Bench) -> None:
-    stream, scratch = await used(bench, []), unique(SCRATCH_PREFIX)
+async def test_a_stop_differences_holes_and_a_missing_program_are_named(bench: Bench) -> None:
+    """Of one stream in use. A stop leaves nothing, and its command does not go to the real server."""
+    stream, scratch, stop = await used(bench, []), unique(SCRATCH_PREFIX), Stop()
+    command = rf"floe drill -c \S+ {SITE}/{stream} --exact"
+    stop.set()
+    for work, error, why, options in (
+        (drill(bench, stream), Exception, "stopped before its end", ""),
+        (drill(bench, stream, NatsServer, replicas=3), Unavailable, None, " --server local"),
+    ):
+        with pytest.raises(error, match=why) as caught:
+            await work.run(stop)
+        assert re.search(f"{command}{options}$", getattr(caught.value, "hint", ""))
+        await asyncio.sleep(0)
+        assert await left_behind(bench) == []
     work = back.restore(bench, stream, name=scratch, promote=False)
     async with work.open_connection() as client:
         plan = (await work.run(client, Stop())).plan
@@ -256,14 +268,11 @@ async def test_differences_are_named(bench: Bench) -> None:
         "consumer new: not expected",
     ]
 
-
-async def test_holes_and_a_missing_program_have_a_next_step(bench: Bench) -> None:
-    stream = await used(bench, [])
     (bench.root / "bucket" / bench.refs(stream)[0].key).unlink()
     with pytest.raises(Stopped) as hole:
         await drill(bench, stream).run(Stop())
     assert hole.value.code == "E-RESTORE-LOSSY"
-    assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact --allow-lossy", hole.value.hint)
+    assert re.search(f"{command} --allow-lossy", hole.value.hint)
     assert (await drill(bench, stream, allow_lossy=True).run(Stop())).exit_code == 0
 
     def missing(*_: object, **__: object) -> NatsServer:
@@ -272,19 +281,6 @@ async def test_holes_and_a_missing_program_have_a_next_step(bench: Bench) -> Non
     with pytest.raises(ConfigError) as absent:
         await drill(bench, stream, missing, allow_lossy=True).run(Stop())
     assert (absent.value.code, absent.value.exit_code) == ("E-DRILL-SERVER", 78)
-
-
-async def test_a_stop_ends_it_and_leaves_nothing(bench: Bench) -> None:
-    stream, stop = await used(bench, []), Stop()
-    stop.set()
-    with pytest.raises(Exception, match="stopped before its end") as caught:
-        await drill(bench, stream).run(stop)
-    assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact$", getattr(caught.value, "hint", ""))
-    await asyncio.sleep(0)
-    assert await left_behind(bench) == []
-    with pytest.raises(Unavailable) as local:  # its command does not go to the real server
-        await drill(bench, stream, NatsServer, replicas=3).run(stop)
-    assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact --server local$", local.value.hint)
 
 
 async def test_a_right_to_remove_what_it_makes_is_missed_before_it_begins(bench: Bench) -> None:

@@ -240,7 +240,7 @@ async def test_egress_archives_a_whole_account_with_the_rights_for_it(tmp_path: 
                 await bench.archived_to(name, 10)
             for name in late:
                 await bench.make_stream(name, retention=kinds[name])
-            await soon(lambda: has_consumer(client, "NEWS"))
+            await soon(lambda: consumer_names(client, "NEWS"))
             for name in late:
                 await bench.publish(name, [b"x"] * 10)
                 await bench.archived_to(name, 10)
@@ -249,10 +249,6 @@ async def test_egress_archives_a_whole_account_with_the_rights_for_it(tmp_path: 
         assert violations(server) == []
         assert [len(bench.messages(name)) for name in kinds] == [10] * 4
         await client.aclose()
-
-
-async def has_consumer(client: FloeClient, stream: str) -> bool:
-    return bool(await consumer_names(client, stream))
 
 
 async def is_empty(client: FloeClient, stream: str) -> bool:

@@ -62,19 +62,15 @@ class World:
         }
         return self._write(site, self.sites[site].url, site=site, egress=egress)
 
-    def central_config(
-        self, *, feeds: Sequence[str] = ("NODES",), compaction: Mapping[str, Any] | None = None, **more: Any
-    ) -> Path:
-        """Write the configuration of the centre's ingress and compaction; all sites flow into one target. `more`: keys
-        of `ingress`.
-        """
+    def central_config(self, *, feeds: Sequence[str] = ("NODES",), **more: Any) -> Path:
+        """Write the configuration of the centre, with all sites in one target. `more`: keys of `ingress`."""
         target = {
             "stream": TARGET,
             "create": {"replicas": 1, "storage": "file", "subjects": ["fleet.>"]},
             "sources": [{"site": list(self.sites), "feed": list(feeds), "subject_prefix": "fleet"}],
         }
         ingress = {**SERVICE, "poll_interval": "1s", "targets": [target], **more}
-        return self._write("central", self.central.url, ingress=ingress, compaction=dict(compaction or {}))
+        return self._write("central", self.central.url, ingress=ingress)
 
     def egress(self, config: Path, name: str = "egress", **env: str) -> Service:
         """Start an egress process."""
