@@ -1,9 +1,15 @@
-"""Compaction stopped, or two killed at any step: readers get the same rows, and nothing is lost."""
+"""Compaction stopped, or two killed at any step: readers get the same rows, and nothing is lost. Of retention killed or
+stopped the rows above the floor stay, and the next run completes it.
+"""
 
+import time
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pytest
 
+from common.archive.documents import ChainStore
+from compaction.verify import verify_chains
 from tests.support.basics import seeded
 from tests.support.compaction import CHAIN, Archive, Job, begun, left_over, rows, run
 
@@ -71,3 +77,58 @@ def test_jobs_at_once_killed_at_each_step_over_a_growing_chain_lose_and_repeat_n
     for _ in range(4):
         assert run(archive.folder).failures == []
     assert (archive.read().column("sequence").to_pylist(), left_over(archive)) == (sorted(model), [])
+
+
+# Retention
+
+
+OLD, DAY = 40 * 86_400, 86_400
+MAX_AGE = 30 * DAY
+
+
+@pytest.fixture
+def aged(tmp_path: Path) -> Archive:
+    """Level 0 from 1 to 60, which is old up to 40; 1..20 of it is merged too, into a young object."""
+    found = begun(tmp_path, CHAIN)
+    for first in range(1, 60, 10):
+        age = OLD if first < 40 else 0
+        found.put(first, first + 9, rows(range(first, first + 10), at_ns=int((time.time() - age) * 1e9)), age=age)
+    found.put(1, 20, rows(range(1, 21), at_ns=int((time.time() - OLD) * 1e9)), level=1)
+    return found
+
+
+def chains(archive: Archive) -> ChainStore:
+    return ChainStore(archive.objects, archive.layout)
+
+
+def check_whole(archive: Archive) -> None:
+    """Check that every row from the floor on is there once, and that `verify` finds nothing wrong."""
+    floor = chains(archive).read_floor(CHAIN) or 1
+    held = archive.read().column("sequence")
+    assert held.filter(pc.greater_equal(held, floor)).to_pylist() == list(range(floor, 61))
+    assert verify_chains(archive.store, chains(archive), [CHAIN])[0].problems == []
+
+
+@pytest.mark.parametrize("step", ["floor=kill", "after_floor=kill", *(f"expire=kill@{n}" for n in (1, 2, 3, 5))])
+def test_retention_killed_at_any_step_is_finished_by_the_next(aged: Archive, step: str):
+    assert Job(aged.folder, f"compaction.{step}", max_age=MAX_AGE).wait() == -9
+    check_whole(aged)
+    assert chains(aged).read_floor(CHAIN) == (None if step == "floor=kill" else 41)
+
+    assert (run(aged.folder, max_age=MAX_AGE).failures, chains(aged).read_floor(CHAIN)) == ([], 41)
+    assert aged.ranges() == ["0:41..50", "0:51..60"]
+    check_whole(aged)
+    assert len(run(aged.folder, max_age=MAX_AGE).retention.expired) == 0
+
+
+@pytest.mark.parametrize("step", ["compaction.floor", "compaction.after_floor", "compaction.expire"])
+def test_paused_retention_wakes_up_behind_another_and_does_no_harm(aged: Archive, step: str):
+    paused = Job(aged.folder, f"{step}=stop", max_age=MAX_AGE)
+    paused.wait_until_stopped()
+    run(aged.folder, max_age=MAX_AGE)
+    for ref in aged.listed():
+        aged.age(ref.key, OLD)
+    aged.put(61, 70)
+    assert run(aged.folder, max_age=MAX_AGE).retention.floors == {CHAIN: 61}
+    paused.resume()
+    assert (paused.wait(), chains(aged).read_floor(CHAIN), aged.ranges()) == (0, 61, ["0:61..70"])

@@ -21,10 +21,8 @@ from common.settings.service import NatsSettings
 from common.tasks import Stop, cancel, first_of
 from egress.deps import Intervals, Tuning
 from egress.service import share_site
-from infra.local.nats import NatsServer
 from tests.support.basics import cancelled, soon, unique
 from tests.support.egress import QUICK, SITE, Bench, Running, connected
-from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.simulated
@@ -90,8 +88,8 @@ class Group:
     clients: list[FloeClient] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
 
-    async def join(self, url: str = "", *, siblings: int = 1) -> Member:
-        client = await connect(NatsSettings(url=url or self.url), name="member", ping_interval=1.0)
+    async def join(self, *, siblings: int = 1) -> Member:
+        client = await connect(NatsSettings(url=self.url), name="member", ping_interval=1.0)
         self.clients.append(client)
         leases = Leases(await KeyValue(client, self.kv.bucket, ttl=TTL).ensure(), new_owner("m"), TTL, SystemClock())
         clock, rng = SystemClock(), random.Random(1)
@@ -178,9 +176,6 @@ async def test_processes_of_one_host_wait_for_each_other_before_they_take_but_no
     assert [member.most for member in members] == [2, 2]
 
 
-# Hand-over
-
-
 # Faults
 
 
@@ -210,20 +205,6 @@ async def test_a_deleted_bucket_is_made_again_and_shared_again(group: Group) -> 
         await group.clients[0].api(f"STREAM.DELETE.KV_{group.kv.bucket}")
         await soon(group.is_fair)
         assert (await group.owners(), group.counts()) == (before, [2, 2])
-
-
-@pytest.mark.real
-async def test_a_member_that_is_cut_off_loses_its_leases_and_comes_back(nats_server: NatsServer, group: Group) -> None:
-    async with TcpProxy(nats_server.port) as proxy:
-        far = await group.join(proxy.url)
-        near = await group.join()
-        await soon(group.is_fair)
-        proxy.blackhole()
-        await soon(lambda: len(near.held) == 4)
-        await soon(lambda: not far.held)
-        proxy.heal()
-        await soon(group.is_fair)
-        await far.die()
 
 
 # Whole egress
