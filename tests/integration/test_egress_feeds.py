@@ -3,8 +3,6 @@ production have.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import yaml
 
 from common.chain import Chain
 from common.errors import ConfigError, Refused
-from common.nats.api import stream_info
 from common.observe.monitor import BEAT_INTERVAL_S
 from egress import service
 from egress.deps import Tuning
@@ -142,39 +139,19 @@ async def test_a_stopped_feed_leaves_the_others_alone_and_resumes_when_it_can(be
 # Beginnings
 
 
-@asynccontextmanager
-async def load(bench: Bench, stream: str) -> AsyncIterator[None]:
-    """Publish on ten subjects for the length of the block."""
-    done = asyncio.Event()
-
-    async def publish() -> None:
-        number = 0
-        while not done.is_set():
-            for _ in range(30):
-                bench.client.send(b"PUB %b.%d 8\r\n%08d\r\n" % (stream.encode(), number % 10, number))
-                number += 1
-            await asyncio.sleep(0.01)
-
-    publishing = asyncio.create_task(publish())
-    try:
-        yield
-    finally:
-        done.set()
-        await publishing
-
-
 # Simulated worlds have streams at their limit too; there each feed starts at the beginning.
 async def test_a_feed_that_starts_at_the_end_begins_though_its_first_message_left_meanwhile(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"), max_msgs=100)
+    stream = await bench.filled([b"x"] * 150, max_msgs=100)
 
-    async def has_moved() -> bool:
-        info = await stream_info(bench.client, stream)
-        return info is not None and info.first_sequence > 100
+    async def load() -> None:
+        while True:
+            await bench.publish(stream, [b"x"] * 150)
 
-    async with load(bench, stream):
-        await soon(has_moved)
-        async with bench.egress({"stream": stream, "start_at_end": True}):
-            await soon(lambda: len(bench.refs(stream)) >= 3)
+    loading = asyncio.create_task(load())
+    async with bench.egress({"stream": stream, "start_at_end": True}):
+        await soon(lambda: len(bench.refs(stream)) >= 3)
+    loading.cancel()
+    await asyncio.wait({loading})
     bench.check(stream, first=bench.chains.read_chain(bench.chain(stream)).first)
     assert set(bench.ledger(stream)) <= {"gone_before_read", "deleted"}
 

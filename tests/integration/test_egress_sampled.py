@@ -28,14 +28,8 @@ async def make(bench: Bench, **more: Any) -> dict[str, Any]:
     name = await bench.make_stream(unique("T"))
     config = {"name": f"{name}_ADV", "subjects": [f"{name}_ADV.>"], "storage": "memory"}
     await create_stream(bench.client, {**config, "duplicate_window": 100_000_000})
-    return {
-        "stream": name,
-        "inspect_field": "id",
-        "inspect_duration": "60s",
-        "snapshot_interval": "1h",
-        "advisory": {"subject": f"{name}_ADV.%s.%v", "reliable": True},
-        **more,
-    }
+    sampling = {"inspect_field": "id", "inspect_duration": "60s", "snapshot_interval": "1h"}
+    return {"stream": name, **sampling, "advisory": {"subject": f"{name}_ADV.%s.%v", "reliable": True}, **more}
 
 
 def documents(names: Iterable[str]) -> list[bytes]:

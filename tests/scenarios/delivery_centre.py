@@ -145,18 +145,9 @@ def write_config(
 ) -> Path:
     """Write a configuration; those of all instances are the same but for their addresses."""
     path = folder / f"{name}.yaml"
-    document = {
-        "instance": name,
-        "nats": {"url": list(urls), "connect_timeout": "3s"},
-        "store": dict(store),
-        "ingress": {
-            "monitor": {"listen": monitor},
-            "lease_ttl": LEASE_TTL,
-            "poll_interval": "1s",
-            "targets": [dict(entry)],
-        },
-        "compaction": POLICY,
-    }
+    nats, times = {"url": list(urls), "connect_timeout": "3s"}, {"lease_ttl": LEASE_TTL, "poll_interval": "1s"}
+    ingress = {"monitor": {"listen": monitor}, **times, "targets": [dict(entry)]}
+    document = {"instance": name, "nats": nats, "store": dict(store), "ingress": ingress, "compaction": POLICY}
     path.write_text(yaml.safe_dump(document, sort_keys=False))
     path.chmod(0o600)
     return path

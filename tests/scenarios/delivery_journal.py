@@ -70,13 +70,8 @@ class Consumer:
         self._missing, self._seen = 0, asyncio.Event()
 
     async def __aenter__(self) -> Consumer:
-        config = {
-            "durable_name": "READER",
-            "ack_policy": "explicit",
-            "deliver_policy": "all",
-            "ack_wait": ACK_WAIT * 10**9,
-            "max_ack_pending": 20_000,
-        }
+        limits = {"ack_wait": ACK_WAIT * 10**9, "max_ack_pending": 20_000}
+        config = {"durable_name": "READER", "ack_policy": "explicit", "deliver_policy": "all", **limits}
         with suppress(ApiError):  # the first request made it, and its answer was lost
             await create_consumer(self._client, self._stream, config)
         self._subscription = await self._client.subscribe_raw(self._inbox.decode(), self._sink)

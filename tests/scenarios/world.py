@@ -54,12 +54,8 @@ class World:
 
     def site_config(self, site: str, *feeds: Mapping[str, Any], **more: Any) -> Path:
         """Write the configuration of one site's egress; without feeds the stream NODES. `more`: keys of `egress`."""
-        egress = {
-            **SERVICE,
-            "defaults": {"segment": self.segment},
-            "feeds": [dict(feed) for feed in feeds] or [{"stream": "NODES"}],
-            **more,
-        }
+        entries = [dict(feed) for feed in feeds] or [{"stream": "NODES"}]
+        egress = {**SERVICE, "defaults": {"segment": self.segment}, "feeds": entries, **more}
         return self._write(site, self.sites[site].url, site=site, egress=egress)
 
     def central_config(self, *, feeds: Sequence[str] = ("NODES",), **more: Any) -> Path:
