@@ -1,7 +1,6 @@
 """State and leases in a bucket: compare-and-set, reads from the leader; one holder at a time, which knows its end."""
 
 import asyncio
-import time
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from common.nats.client import FloeClient, connect, frame
 from common.nats.kv import BucketDeleted, KeyValue, KvEntry, state_key
 from common.nats.lease import Leases, new_owner
 from common.settings.service import NatsSettings
-from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, cancelled, soon, unique
 from tests.support.clock import ManualClock
 from tests.support.proxies import TcpProxy
@@ -106,35 +104,6 @@ async def test_a_deleted_bucket_is_not_an_empty_one(client: FloeClient, kv: KeyV
     assert await kv.get("k") is None
 
 
-@pytest.mark.real
-async def test_a_write_whose_answer_is_lost_is_settled_by_reading(nats_server: NatsServer, client: FloeClient):
-    async with TcpProxy(nats_server.port) as proxy:
-        proxied = await connect(NatsSettings(url=proxy.url), name="proxied", ping_interval=0.5)
-        kv = await KeyValue(proxied, unique("B")).ensure()
-        direct = await KeyValue(client, kv.bucket).ensure()
-        first = await kv.put("k", b"1")
-        proxy.blackhole("down")
-        asked = asyncio.create_task(kv.update("k", b"2", first))
-        await soon(lambda: holds(direct, b"2"))
-        with pytest.raises(OutcomeUnknown):
-            await asked
-        proxy.heal()
-        entry = await kv.get("k")
-        assert (entry.value, await kv.update("k", b"3", first)) == (b"2", None)
-
-        proxy.blackhole("up")
-        with pytest.raises(OutcomeUnknown):
-            await kv.update("k", b"3", entry.revision)
-        proxy.heal()
-        assert await kv.get("k") == entry
-        await proxied.aclose()
-
-
-async def holds(kv: KeyValue, value: bytes) -> bool:
-    entry = await kv.get("k")
-    return entry is not None and entry.value == value
-
-
 @pytest.mark.parametrize("answer", ["", "+OK", "[]", "{}", *map(ACK.format, ("OTHER", "%s", "%s"), ("9", '"9"', "1"))])
 async def test_an_acknowledgement_that_is_none_is_an_unknown_outcome(client: FloeClient, answer: str):
     bucket = unique("B")
@@ -173,31 +142,6 @@ async def timed(client: FloeClient) -> KeyValue:
 
 def leases(timed: KeyValue, owner: str = "") -> Leases:
     return Leases(timed, owner or new_owner("test"), TTL, SystemClock())
-
-
-async def test_one_owner_holds_a_lease_until_it_releases_it(timed: KeyValue):
-    assert new_owner("a") != new_owner("a")
-    mine, yours = leases(timed, "me"), leases(timed, "you")
-    lease = await mine.acquire("k")
-    assert lease.is_usable()
-    assert (await yours.acquire("k"), await yours.get_owner("k")) == (None, "me")
-    await lease.release()
-    assert not lease.is_usable()
-    assert await yours.get_owner("k") is None
-    assert await yours.acquire("k") is not None
-
-
-async def test_a_lease_that_is_kept_outlives_its_time(timed: KeyValue):
-    lease = await leases(timed).acquire("k")
-    keeping = asyncio.create_task(lease.run_renewals())
-    began = time.monotonic()
-    while time.monotonic() - began < 2.5 * TTL:
-        assert lease.is_usable()
-        assert await leases(timed).acquire("k") is None
-        await asyncio.sleep(0.1)
-    await cancelled(keeping)
-    await lease.release()
-    assert await leases(timed).acquire("k") is not None
 
 
 async def test_a_cancellation_that_is_swallowed_still_ends_the_keeping(timed: KeyValue, monkeypatch):

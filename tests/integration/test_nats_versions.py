@@ -1,8 +1,6 @@
 """The same guarantees on an older nats-server and on the newest (and on 2.9 if one is available)."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +8,8 @@ import pytest
 from common.nats.api import stream_info
 from egress.evidence import source_of
 from infra.local.nats import NatsServer, nats_server_binary
-from tests.integration.test_egress_retention import emptied
-from tests.support.basics import metric_value, soon, unique
-from tests.support.egress import QUICK, Bench, Partitioned, connected, publish_over
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, Partitioned, connected, publish_over
 from tests.support.ingress import Archive, Centre
 
 pytestmark = pytest.mark.servers
@@ -70,41 +67,6 @@ async def test_messages_go_the_whole_way_and_deleted_ones_at_the_end_are_covered
     await bench.same(stream, stream)
 
 
-async def test_a_restart_loses_nothing_and_a_stream_made_again_is_the_next(bench: Bench, server: NatsServer) -> None:
-    stream = await bench.make_stream(unique("AGAIN"), storage="file")
-    await bench.publish(stream, [b"before"] * 20)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 20)
-        await asyncio.to_thread(server.restart)
-        await soon(lambda: bench.client.is_up)
-        await bench.publish(stream, [b"after"] * 20)
-        await bench.archived_to(stream, 40)
-        await bench.same(stream, stream)
-        await bench.recreate(stream, [b"new"] * 30)
-        await bench.archived_to(stream, 30, incarnation=1)
-
-    assert [message.payload for message in bench.messages(stream, 0)] == [b"before"] * 20 + [b"after"] * 20
-    assert [message.payload for message in bench.messages(stream, 1)] == [b"new"] * 30
-    bench.check(stream, 1)
-
-
-@pytest.mark.parametrize("retention", ["workqueue", "interest"])
-async def test_archived_messages_leave_a_work_or_interest_stream(bench: Bench, retention: str) -> None:
-    stream = await bench.make_stream(unique("KEEPS"), retention=retention)
-    async with bench.egress({"stream": stream}) as running:
-        await soon(lambda: running.state(stream) == "reading")
-        await bench.publish(stream, (b"%d" % n for n in range(40)))
-        await bench.archived_to(stream, 40)
-        await emptied(bench, stream)
-    async with bench.egress({"stream": stream}) as running:  # a durable that is there already is replaced
-        await soon(lambda: running.state(stream) == "reading")
-        await bench.publish(stream, (b"%d" % n for n in range(40, 60)))
-        await bench.archived_to(stream, 60)
-        await emptied(bench, stream)
-
-    assert [message.payload for message in bench.messages(stream)] == [b"%d" % n for n in range(60)]
-
-
 async def test_samples_and_reliable_advisories(bench: Bench) -> None:
     stream, advisories = await bench.make_stream(unique("SAMPLED")), await bench.make_stream(unique("TOLD"))
     feed = {
@@ -129,16 +91,3 @@ async def test_samples_and_reliable_advisories(bench: Bench) -> None:
     assert [message.sequence for message in bench.messages(stream)] == [1, 11, 21]
     assert (bench.ledger(stream), await bench.last(advisories)) == ({"sampled_out": 57}, 3)
     bench.check(stream)
-
-
-async def test_no_heartbeat_takes_up_a_reader_for_long(bench: Bench) -> None:
-    """A reader without messages stays the same one: heartbeats reach it, on every version."""
-    stream = await bench.make_stream(unique("QUIET"))
-    await bench.publish(stream, [b"x"])
-    tuning = replace(QUICK, pulling=replace(QUICK.pulling, heartbeat=1.0))
-    async with bench.egress({"stream": stream}, tuning=tuning) as running:
-        await bench.archived_to(stream, 1)
-        await asyncio.sleep(3.5)  # three heartbeats, longer than the silence that raises a doubt
-        assert running.state(stream) == "reading"
-        labels = {"site": "site", "feed": stream, "partition": "0", "reason": "silent"}
-        assert not metric_value("floe_egress_doubts_total", labels)

@@ -11,19 +11,16 @@ from typing import Any
 
 import pytest
 
-from common.archive.columns import messages
 from common.archive.documents import ChainDocument, ChainStore, StreamDocument
 from common.archive.guard import SegmentGone
 from common.archive.keys import Layout
-from common.archive.scan import ChainArchive, Scan
-from common.archive.segment import Ledger, Message, Reason, SegmentRef, Tip
+from common.archive.segment import Ledger, Reason, SegmentRef, Tip
 from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError, Unavailable, UsageError
 from common.nats.api import stream_info
 from common.nats.buckets import kv_replicas
-from common.nats.headers import is_replayed, parse_provenances, split_provenance
 from common.nats.kv import KeyValue, state_key
 from common.nats.lease import Leases
 from common.sequences import SequenceRange
@@ -32,13 +29,11 @@ from common.settings.egress import EgressSettings
 from common.tasks import Stop
 from ingress.recovery.pace import Pace
 from ingress.recovery.preview import plan_json, plan_lines
-from ingress.recovery.replay import Replay
-from ingress.recovery.request import ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.request import ReplayOptions, ReplayResult
 from ingress.recovery.scratch import ScratchStreams
-from tests.support.basics import soon, unique
+from tests.support.basics import soon
 from tests.support.commands import run_here
-from tests.support.egress import SITE, Bench
-from tests.support.ingress import CHAIN, PREFIX, Centre, arrived, count_in, rows_of
+from tests.support.ingress import CHAIN, PREFIX, Centre, count_in, rows_of
 from tests.support.replay import STEP_NS, World, refused
 from tests.support.segments import START_NS, message
 from tests.support.servers import place
@@ -75,17 +70,6 @@ async def test_ranges_and_subjects(world: World, asked: dict[str, Any], expected
     result = await world.run(**asked)
     assert (result.finished, result.rows) == (True, len(expected))
     assert await world.sequences() == list(expected)
-
-
-async def test_levels_are_mixed_by_the_cover_around_damage(world: World) -> None:
-    world.fill((1, 100), (101, 200), (201, 300), (301, 400))
-    rows = world.archive.rows[CHAIN]
-    for last, level in ((200, 1), (300, 2), (350, 3)):
-        ref = world.archive.put(rows[100 * (level - 1) : last], level=level)
-    spoil(world, ref)
-    await world.make()
-    await world.run(from_sequence=50, to_sequence=350)
-    assert await world.sequences() == list(range(50, 351))
 
 
 async def test_partitions_take_turns_and_incarnations_follow_each_to_its_end(world: World) -> None:
@@ -348,18 +332,6 @@ async def test_a_stopped_replay_resumes_to_its_former_end_without_a_repeat(world
     assert (went_on.rows, went_on.rows_now, went_on.bytes) == (2500, 2500, whole.bytes)
 
 
-async def test_two_at_a_time_are_kept_apart_and_all_comes_back_byte_for_byte(world: World) -> None:
-    world.fill((1, 700), (701, 1500))
-    await world.make()
-    first, second = world.replay(ReplayOptions(pace=None)), world.replay()
-    async with first.open_connection() as one, second.open_connection() as two:
-        results = await asyncio.gather(first.run(one, Stop()), second.run(two, Stop()))
-    assert [(result.finished, result.rows) for result in results] == [(True, 1500)] * 2
-    found = [each.message for each in await arrived(world.client, world.target)]
-    prefix = world.target.encode() + b"."
-    assert found == [replace(m, subject=prefix + m.subject) for m in world.archive.rows[CHAIN]]
-
-
 async def test_another_that_runs_for_long_is_refused(world: World) -> None:
     world.fill((1, 2500))
     await world.make()
@@ -436,39 +408,3 @@ async def test_the_first_replay_or_drill_makes_buckets_as_ingress_or_egress_woul
 
 
 # The runbook of a lost source: made again, replayed into, archived again as the next incarnation
-
-
-def rows_archived(bench: Bench, chain: Chain) -> list[Message]:
-    """The messages that the archive holds of the chain."""
-    refs = bench.store.list(chain)
-    if (last := max((ref.coverage.last for ref in refs), default=0)) == 0:
-        return []
-    scan = Scan(ChainArchive(bench.store, chain, refs), SequenceRange(1, last), lambda each: pytest.fail(str(each)))
-    return [m for batch in scan.batches() for m in messages(batch)]
-
-
-@pytest.mark.parametrize("relay", [False, True])
-async def test_a_lost_source_is_restored_and_archived_again(bench: Bench, relay: bool) -> None:
-    name = unique("NODES")
-    feed = {"stream": name, "relay": relay}
-    await bench.make_stream(name)
-    await bench.publish(name, (b"%d" % n for n in range(300)))
-    async with bench.egress(feed):
-        await soon(lambda: len(rows_archived(bench, Chain(SITE, name))) == 300)
-    before = rows_archived(bench, Chain(SITE, name))
-
-    await bench.client.api(f"STREAM.DELETE.{name}")
-    request, options = ReplayRequest(SITE, name, name, into_source=True), ReplayOptions(create=True)
-    work = Replay(bench.settings(feed), request, options, bench.store, bench.chains, SystemClock(), Progress())
-    async with work.open_connection() as client:
-        result = await work.run(client, Stop())
-    assert (result.finished, result.rows) == (True, 300)
-
-    following = Chain(SITE, name, 1)
-    async with bench.egress(feed):
-        await soon(lambda: len(rows_archived(bench, following)) == 300)
-    for old, new in zip(before, rows_archived(bench, following), strict=True):
-        assert (new.subject, new.payload, new.sequence) == (old.subject, old.payload, old.sequence)
-        assert is_replayed(new.headers or b"")
-        assert parse_provenances(new.headers)[0].timestamp_ns == old.timestamp_ns
-        assert split_provenance(new.headers)[1] == old.headers

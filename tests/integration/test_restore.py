@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -19,10 +19,9 @@ from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import ConfigError, DataError, OutcomeUnknown, Stopped, Unavailable, UsageError
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer, create_stream, list_consumers, stream_info
 from common.nats.buckets import open_leases
-from common.nats.client import connect, frame
+from common.nats.client import connect
 from common.nats.kv import state_key
 from common.nats.lease import new_owner
-from common.objects.port import ObjectStore
 from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.local.nats import NatsServer, nats_server_binary
@@ -31,7 +30,6 @@ from tests.support import restoring as back
 from tests.support.basics import PATIENCE, commands_of, soak_only, soon, unique
 from tests.support.commands import ROOT, configuration, floe, ran
 from tests.support.egress import Bench
-from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.servers
 
@@ -60,10 +58,6 @@ async def lost(
 
 async def whole(bench: Bench, stream: str) -> list[Any]:
     return [await reader(bench, stream) for reader in (back.contents, back.state, back.config)]
-
-
-async def reaches(bench: Bench, stream: str, last: int) -> bool:
-    return await bench.last(stream) >= last
 
 
 @pytest.mark.parametrize("count", [1500, soak_only(300_000)])
@@ -157,35 +151,6 @@ async def test_a_stream_that_was_never_archived_is_not_taken_for_an_empty_one(be
     assert await stream_info(bench.client, stream) is None
     assert (await back.restored(bench, stream, allow_lossy=True)).exit_code == 0
     assert (await back.planned(bench, stream)).lossy == (), "since the restore it is an empty one"
-
-
-async def test_a_schedule_that_fired_does_not_fire_again_and_one_that_became_due_meanwhile_does_once(
-    bench: Bench,
-) -> None:
-    allowed = {"allow_msg_schedules": True, "allow_msg_ttl": True, "allow_rollup_hdrs": True}
-    stream = await bench.make_stream(unique("S"), storage="file", **allowed)
-
-    async def plan(name: str, seconds: float) -> None:
-        when = format_time(int((time.time() + seconds) * NS_PER_S)).encode()
-        block = b"NATS/1.0\r\nNats-Schedule: @at %b\r\nNats-Schedule-Target: %b.out\r\n\r\n"
-        bench.client.send(frame(f"{stream}.{name}".encode(), b"x", block % (when, stream.encode())))
-
-    await plan("fired", 1)
-    await soon(lambda: reaches(bench, stream, 2))
-    await plan("due", 8)  # long enough for the archiving on a busy machine
-    due = time.monotonic() + 9
-    await soon(lambda: reaches(bench, stream, 3))
-    await back.archived(bench, stream)
-    before = await back.contents(bench, stream)
-    assert [m.sequence for m in before] == [2, 3]
-    await bench.delete_stream(stream)
-    await asyncio.sleep(max(0.0, due - time.monotonic()))
-    report = await back.restored(bench, stream)
-    assert report.exit_code == 0, [*report.lines()]
-    assert any("schedules that fired for the last time are left out" in note for note in report.plan.notes)
-    await soon(lambda: reaches(bench, stream, 4))
-    found = await back.contents(bench, stream)
-    assert ([m.sequence for m in found], found[0]) == ([2, 4], before[0])
 
 
 async def test_the_plan_shows_how_far_egress_and_neighbours_had_read_the_stream(bench: Bench) -> None:
@@ -409,21 +374,6 @@ async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(be
     assert not (await back.planned(bench, stream, to_sequence=100)).lossy  # the lost rows are not requested
     await back.comes_back(bench, stream, before[:100], allow_lossy=True)
     assert await bench.last(stream) == 300  # its sequences are not given to others
-
-
-async def test_a_store_that_stalls_for_longer_than_a_server_waits_does_not_end_it(bench: Bench) -> None:
-    stream, before, (*_, last) = await in_three(bench)
-    slow, asked = FaultyStore(bench.objects), list[str]()
-
-    def stall(real: Any, key: str, *more: Any, **named: Any) -> Any:
-        asked.append(key)
-        if key == last.key and asked.count(key) == 2:  # for the plan first, then while the stream is filled
-            time.sleep(6)
-        return real(key, *more, **named)
-
-    bench.store.objects = cast(ObjectStore, slow.on("get", stall).on("download", stall))
-    await back.comes_back(bench, stream, before)
-    assert asked.count(last.key) == 2, "it was not begun again"
 
 
 async def test_losses_of_an_older_server_are_named_and_not_promoted_unless_allowed(bench: Bench) -> None:

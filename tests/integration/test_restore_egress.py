@@ -91,18 +91,6 @@ async def all_is_archived(bench: Bench, stream: str) -> None:
     bench.check(stream)
 
 
-async def test_rows_egress_holds_of_the_lost_stream_are_put_and_restored(bench: Bench) -> None:
-    stream = await begun(bench)
-    async with bench.egress({"stream": stream, **LONG}) as running:
-        await holding(bench, stream, running)
-        before = await back.contents(bench, stream)
-        await bench.delete_stream(stream)
-        assert (await back.restored(bench, stream)).exit_code == 0
-        assert await back.contents(bench, stream) == before
-        await reads_on(bench, stream, running)
-    await all_is_archived(bench, stream)
-
-
 @asynccontextmanager
 async def overtaken(bench: Bench, server: NatsServer) -> AsyncIterator[tuple[str, Running, Running, TcpProxy]]:
     """A server that lost everything. The first instance holds 50 messages behind the 200 archived ones and cannot reach

@@ -439,26 +439,6 @@ def test_a_second_page_that_fails_is_asked_for_again_or_discards_the_first(
 # F41, B69: refusals and wrong settings
 
 
-def test_a_refusal_is_one_line_with_the_next_step(far: Far) -> None:
-    """One of each kind; `tests/unit/test_s3_errors.py` has all answers."""
-    calls = {name: partial(getattr(far.objects, name), "a/k") for name in ("get", "list", "delete", "head")}
-    calls["put"] = partial(far.objects.put, "a/k", b"")
-    for status, code, kind, floe_code, hints in (
-        (403, "AccessDenied", Refused, "E-S3-DENIED", {"put": "grant s3:PutObject", "list": "grant s3:ListBucket"}),
-        (404, "NoSuchBucket", ConfigError, "E-S3-BUCKET", {"put": "create the bucket"}),
-        (507, "InsufficientStorage", Unavailable, "E-STORE-FULL", {"list": "make room"}),
-    ):
-        far.proxy.clear()
-        for operation, call in calls.items():
-            far.proxy.on(operation, refuse(status, code, "told\nby the proxy"))
-            with pytest.raises(kind) as caught:
-                call()
-            line = caught.value.as_text().splitlines()[0]
-            assert (line.startswith(f"error[{floe_code}]"), "/a/k: " in line) == (True, True), line
-            assert code in line or operation == "head"  # the answer to a HEAD has no body for it
-            assert hints.get(operation, "") in str(caught.value)
-
-
 def test_wrong_keys_are_refused_and_no_error_shows_the_secret(s3: SharedS3, bucket: str, direct: S3Objects) -> None:
     direct.put("k", b"1")
     wrong = open_s3(s3, s3.endpoint_url, bucket, secret="canary-secret")

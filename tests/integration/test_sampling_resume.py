@@ -9,7 +9,6 @@ import pytest
 
 from common.archive.segment import Message
 from common.chain import Chain
-from common.errors import Refused, Unavailable
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from egress import metrics
@@ -18,7 +17,6 @@ from egress.sampling import rebuild
 from egress.sampling.sampler import Sampler
 from tests.support.basics import PATIENCE, counted
 from tests.support.sampling import CHAIN, FEED, SECOND, SITE, START_NS, SampledArchive, facts, fold, sent
-from tests.support.stores import FaultyStore, raising
 
 PENDING = (Advisory(AdvisoryEvent.NEW, "one", 1, 1),)
 
@@ -232,19 +230,6 @@ async def test_rows_of_the_partitions_before_count_by_the_new_filter_in_the_orde
 
 
 # Faults
-
-
-@pytest.mark.parametrize(
-    ("verb", "error"), [("put_if_absent", Unavailable("503")), ("head", Refused("403")), ("list", Unavailable("503"))]
-)
-async def test_a_store_that_fails_ends_it_and_the_next_run_resumes(
-    site: SampledArchive, verb: str, error: Exception
-) -> None:
-    faulty = FaultyStore(site.objects).on(verb, raising(error), nth=1)
-    with pytest.raises(type(error)):
-        await site.resume(1, objects=faulty)
-    found = await site.resume(1)
-    assert (found.read_from, found.is_rebuilt, len(site.snapshots().list())) == (1, False, 1)
 
 
 async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from common.clock import NS_PER_S
 from common.doctor_cli import _buckets, _stream_size_limits
-from common.nats.api import ConsumerInfo, stream_info
+from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from common.nats.kv import BucketFull, KeyValue
 from common.nats.pull import StartAt, scan
@@ -54,23 +54,6 @@ async def max_bytes(client: FloeClient, bucket: str) -> int:
     info = await stream_info(client, f"KV_{bucket}")
     assert info is not None
     return int(info.config["max_bytes"])
-
-
-@pytest.fixture(params=["named by the consumer", "named by the refusal"])
-def learnt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A consumer of a server that was restarted with a lower limit names the former one."""
-    if request.param == "named by the refusal":
-        monkeypatch.setattr(ConsumerInfo, "max_batch", 0)
-
-
-@pytest.mark.usefixtures("learnt")
-async def test_egress_asks_for_as_many_messages_as_the_server_takes(narrow: Bench) -> None:
-    stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000, retention="workqueue")
-    await narrow.publish(stream, [b"%d" % n for n in range(10 * BATCH)])
-    async with narrow.egress({"stream": stream}):
-        await narrow.archived_to(stream, 10 * BATCH)
-    narrow.check(stream)
-    assert [message.payload for message in narrow.messages(stream)] == [b"%d" % n for n in range(10 * BATCH)]
 
 
 @pytest.mark.real

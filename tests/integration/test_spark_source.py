@@ -142,18 +142,6 @@ def switch() -> Iterator[None]:
     spark_session().conf.unset("spark.sql.python.filterPushdown.enabled")
 
 
-def test_a_segment_deleted_after_planning_is_read_elsewhere(archive: Archive, tmp_path: Path):
-    """Compaction's grace ends while a reader still holds its plan."""
-    other = Archive(tmp_path)
-    ChainStore(other.objects, other.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
-    lower = [other.put(1, 50), other.put(51, 100)]
-    planned = frame(other, **ONE)
-    planned.count()
-    other.put(1, 100, level=1)
-    other.store.delete(lower[0])
-    assert planned.count() == 100
-
-
 # Queries of Structured Streaming: restarts, compaction, holes, each row once
 
 
