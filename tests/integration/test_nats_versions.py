@@ -8,7 +8,7 @@ import pytest
 from common.nats.api import stream_info
 from egress.evidence import source_of
 from infra.local.nats import NatsServer, nats_server_binary
-from tests.support.basics import soon, unique
+from tests.support.basics import unique
 from tests.support.egress import Bench, Partitioned, connected, publish_over
 from tests.support.ingress import Archive, Centre
 
@@ -65,29 +65,3 @@ async def test_messages_go_the_whole_way_and_deleted_ones_at_the_end_are_covered
     assert [each.message.payload for each in found] == [m.payload for m in bench.messages(stream)]
     assert (found[-1].message.headers, bench.ledger(stream)) == (headers, {"deleted": 3})
     await bench.same(stream, stream)
-
-
-async def test_samples_and_reliable_advisories(bench: Bench) -> None:
-    stream, advisories = await bench.make_stream(unique("SAMPLED")), await bench.make_stream(unique("TOLD"))
-    feed = {
-        "stream": stream,
-        "inspect_subject_token": 2,
-        "inspect_duration": "1h",
-        "snapshot_interval": "1s",
-        "advisory": {"subject": f"{advisories}.%s.%v", "reliable": True},
-    }
-    for _ in range(2):  # the second run continues from the snapshot of the first
-        async with bench.egress(feed):
-            before = await bench.last(stream)
-            for sender in ("a", "b", "c"):
-                await bench.publish(stream, [b"x"] * 10, subject=sender)
-            await bench.archived_to(stream, before + 30)
-
-            async def all_stored() -> bool:
-                return await bench.last(advisories) >= 3
-
-            await soon(all_stored)
-
-    assert [message.sequence for message in bench.messages(stream)] == [1, 11, 21]
-    assert (bench.ledger(stream), await bench.last(advisories)) == ({"sampled_out": 57}, 3)
-    bench.check(stream)

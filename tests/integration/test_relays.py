@@ -13,7 +13,7 @@ from common.archive.segment import Ledger, Message
 from common.chain import Chain
 from common.nats.api import create_stream, query, stored_message, stream_info
 from common.nats.client import FloeClient
-from common.nats.headers import Provenance, build_block, parse_provenances, split_provenance
+from common.nats.headers import Provenance, build_block, parse_provenances
 from common.nats.kv import KeyValue, state_key
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
@@ -84,41 +84,6 @@ async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]
     client = await connected(nats_server.url)
     yield World(Bench(nats_server.url, tmp_path, client))
     await client.aclose()
-
-
-HEADERS = [
-    None,
-    build_block([b"A: 1", b"a:  2 ", b"A: 1"]),
-    build_block([b"Nats-Msg-Id: %d", b"Nats-Schedule-Ttl: 1s"]),
-    build_block([b"Floe-Source: region FLEET 0000 0 7 1700000000000000001"]),
-    b"NATS/1.0\r\n\r\n",
-]
-
-
-async def test_each_site_leaves_its_hop_and_the_message_comes_back_as_it_was(world: World) -> None:
-    nodes, fleet, all_ = unique("NODES"), unique("FLEET"), unique("ALL")
-    await world.bench.make_stream(nodes)
-    for number, block in enumerate(HEADERS * 4):
-        await world.bench.publish(nodes, [b"%d" % number], headers=block and block.replace(b"%d", b"%d" % number))
-    published = await world.messages(nodes)
-
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(world.egress("city", {"stream": nodes}))
-        region = world.centre(fleet, {"site": "city", "feed": nodes, "subject_prefix": fleet})
-        await stack.enter_async_context(region.running())
-        await world.holds(fleet, len(published))
-        await stack.enter_async_context(world.egress("region", {"stream": fleet, "relay": True}))
-        centre = world.centre(all_, {"site": "region", "feed": fleet, "subject_prefix": all_})
-        await stack.enter_async_context(centre.running())
-        found = await world.holds(all_, len(published))
-
-    assert len(found) == len(published)
-    for at_region, (each, original) in enumerate(zip(found, published, strict=True), 1):
-        newest, oldest = parse_provenances(each.headers)
-        assert (newest.site, newest.feed, newest.sequence) == ("region", fleet, at_region)
-        assert oldest == Provenance("city", nodes, 0, 0, original.sequence, original.timestamp_ns)
-        assert split_provenance(each.headers)[1] == original.headers
-        assert (each.payload, each.subject) == (original.payload, f"{all_}.{fleet}.{nodes}.a".encode())
 
 
 @pytest.mark.parametrize("is_relay", [True, False], ids=["relays", "one of the two sampled"])

@@ -1,7 +1,6 @@
 """Replay of an archive into a stream: ranges, filters, levels, damage, refusals."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.documents import ChainDocument, StreamDocument
 from common.archive.guard import SegmentGone
-from common.archive.keys import Layout
 from common.archive.segment import Ledger, Reason, SegmentRef, Tip
-from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError, Unavailable, UsageError
@@ -33,11 +30,11 @@ from ingress.recovery.request import ReplayOptions, ReplayResult
 from ingress.recovery.scratch import ScratchStreams
 from tests.support.basics import soon
 from tests.support.commands import run_here
-from tests.support.ingress import CHAIN, PREFIX, Centre, count_in, rows_of
+from tests.support.ingress import CHAIN, Centre, count_in, rows_of
 from tests.support.replay import STEP_NS, World, refused
 from tests.support.segments import START_NS, message
 from tests.support.servers import place
-from tests.support.stores import CountingObjects, raising
+from tests.support.stores import raising
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
@@ -100,22 +97,6 @@ async def test_sequences_mean_the_newest_incarnation(world: World) -> None:
     assert await world.held() == [("us-east/NODES/0001/0", s) for s in range(5, 10)]
     await world.run(ReplayOptions(append=True), from_sequence=5, to_sequence=6, incarnation=0)
     assert (await world.held())[5:] == [("us-east/NODES/0000/0", s) for s in (5, 6)]
-
-
-@pytest.mark.parametrize("by", ["sequence", "time"])
-async def test_only_its_row_groups_are_read(world: World, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.archive.writer.row_group_bytes", lambda _level: 1024 * 1024)
-    noise = random.Random(1)
-    ref = world.archive.put([message(s, noise.randbytes(4000)) for s in range(1, 2001)])
-    await world.make()
-    objects = CountingObjects(world.archive.folder)
-    world.archive.store = SegmentStore(objects, Layout(PREFIX))
-    world.archive.documents = ChainStore(objects, Layout(PREFIX))
-    bounds: tuple[Any, Any] = (901, 920) if by == "sequence" else (at(901), at(921))
-    asked: dict[str, Any] = {f"from_{by}": bounds[0], f"to_{by}": bounds[1]}
-    assert (await world.run(**asked)).rows == 20
-    assert await world.sequences() == list(range(901, 921))
-    assert objects.read < 0.2 * ref.size, f"{objects.read:,} of {ref.size:,} bytes"
 
 
 # Requests

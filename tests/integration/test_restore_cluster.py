@@ -90,23 +90,6 @@ async def test_the_first_bytes_wait_until_a_server_passes_them_on(clustered: Ben
             await upload.finish()
 
 
-@pytest.mark.soak
-async def test_the_death_of_the_server_that_restores_begins_it_again(clustered: Bench, cluster: NatsCluster) -> None:
-    stream, before, _ = await lost(clustered, 20_000, num_replicas=3)
-    work = asyncio.create_task(back.restored(clustered, stream, verify="state"))
-
-    async def guarded() -> str:
-        info = await stream_info(clustered.client, stream)
-        return info.leader if info else ""
-
-    leader = cluster.server(await soon(guarded, every=0.001))
-    leader.kill()
-    await asyncio.sleep(1.0)
-    leader.start()
-    assert (await work).exit_code == 0
-    assert await back.contents(clustered, stream) == before
-
-
 POINTS = ("sending", "sent", "filled", "settled", "compared", "recorded")  # in the order of a restore
 
 

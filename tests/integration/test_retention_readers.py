@@ -11,9 +11,7 @@ from common.errors import FloeError
 from common.nats.client import FloeClient
 from compaction.retention import Retention, RetentionReport, RetentionRule
 from ingress import report
-from ingress.parked import ParkedState
 from ingress.recovery.request import ReplayOptions
-from tests.integration.test_ingress_messages import check_all_once, kept, make_limited, raise_limit, states, with_large
 from tests.support.basics import commands_of, soon
 from tests.support.commands import floe
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
@@ -41,27 +39,6 @@ async def reported_at(archive: Archive, centre: Centre, at: int) -> None:
         return found is not None and found.positions.get(CHAIN) == at
 
     await soon(is_there)
-
-
-async def test_a_parked_message_is_delivered_though_its_segment_is_gone(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
-    for first in (1, 21):
-        archive.put(with_large(first, first + 19))
-    archive.put(rows_of(41, 50))
-    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
-    await make_limited(client, centre)
-    parked = await kept(client, centre)
-    async with centre.running():
-        await centre.carried(client, 47)
-        await soon(lambda: set(states(parked).values()) == {ParkedState.PARKED})
-        await reported_at(archive, centre, 51)
-    await raise_limit(client, centre, 100_000)
-    expire(archive)
-    assert ranges(archive) == ["41..50"]
-    parked.request_retry(*parked.list_entries().values())
-    async with centre.running():
-        check_all_once(await centre.carried(client, 50), archive, centre, {5, 17, 30})
 
 
 @pytest.mark.real

@@ -22,7 +22,6 @@ from common.chain import Chain
 from common.nats.api import create_stream
 from common.nats.client import FloeClient
 from common.observe.monitor import Health, Monitor
-from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.browser import CHROMIUM, bars, dom, table_rows
@@ -84,25 +83,6 @@ async def test_a_site_shows_its_open_segment_and_how_far_it_is(bench: Bench) -> 
         assert "open segments are unknown" in silent.err
     left = await floe("status", "-c", config, "--json")
     assert (left.code, left.json()[0]["state"], left.json()[0]["archived"]) == (3, "not held", 30)
-
-
-async def test_a_site_without_nats_shows_the_other_reports(alone: tuple[Bench, NatsServer]) -> None:
-    bench, server = alone
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 5)
-    feed = {"stream": stream}
-    async with bench.egress(feed) as running:
-        await bench.archived_to(stream, 5)
-        await soon(lambda: [running.status(stream).get(key) for key in ("source_last", "end")] == [5, 5])
-        server.kill()
-        with served(running.health) as address:
-            config = changed(configuration(bench, feed), "egress", monitor={"listen": address})
-            done = await floe("status", "-c", config, "--json")
-        [row] = done.json()
-        assert done.code == 75
-        assert "NATS does not answer: " in done.err
-        assert (row["archived"], row["source_sequence"], row["holder"]) == (5, 5, None)
-        server.start()
 
 
 async def test_a_site_without_its_store_makes_up_no_lag_and_a_file_of_both_shows_both(

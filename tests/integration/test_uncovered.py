@@ -68,7 +68,7 @@ async def test_streams_that_a_pattern_matches_are_archived_by_all_processes_toge
 
 
 @pytest.mark.simulated
-async def test_a_matched_stream_that_becomes_a_queue_is_not_emptied(bench: Bench) -> None:
+async def test_a_matched_stream_that_becomes_a_queue_is_not_emptied_and_stops_after_each_start(bench: Bench) -> None:
     stream = await bench.filled([b"x"])
     tuning = replace(QUICK, intervals=replace(QUICK.intervals, alive=1.0))
     async with bench.egress({"streams": "T*"}, tuning=tuning) as running:
@@ -79,9 +79,14 @@ async def test_a_matched_stream_that_becomes_a_queue_is_not_emptied(bench: Bench
         await bench.recreate(stream, [b"job"] * 2, retention="workqueue")
         status = await running.stopped(stream)
         assert (status["code"], "expected retention limits by the pattern T*" in status["why"]) == ("E-RETENTION", True)
-        info = await stream_info(bench.client, stream)
-        assert info is not None
-        assert info.messages == 2
+    async with bench.egress({"streams": "T*"}) as running:
+        assert "found workqueue" in str(await running.stopped(stream))
+    info = await stream_info(bench.client, stream)
+    assert info is not None
+    assert info.messages == 2
+    config = str(configuration(bench, {"streams": ["T*"]}))
+    assert "E-RETENTION" in (await ran("egress", "resolve", "-c", config, stream, code=3)).out
+    assert "expected a feed or a stream" in (await ran("egress", "resolve", "-c", config, "TYPO", code=2)).err
 
 
 @pytest.mark.simulated
@@ -125,17 +130,3 @@ async def test_a_stream_that_vanishes_without_an_announcement_stops_its_feed(ben
         await soon(lambda: running.state(lost) == "reading")
         assert metric_value("floe_egress_source_gone", {"site": SITE, "feed": lost, "partition": "0"}) == 0
         await bench.archived_to(lost, 1, 1)
-
-
-@pytest.mark.simulated
-async def test_a_matched_stream_that_became_a_work_queue_stops_after_each_start(bench: Bench) -> None:
-    entry, stream = {"streams": ["T*"], "segment": {"max_age": "1s"}}, await bench.filled([b"x"])
-    async with bench.egress(entry):
-        await bench.archived_to(stream, 1)
-    await bench.recreate(stream, [b"job"], retention="workqueue")
-    for _ in range(2):
-        async with bench.egress(entry) as running:
-            assert "found workqueue" in str(await running.stopped(stream))
-    config = str(configuration(bench, entry))
-    assert "E-RETENTION" in (await ran("egress", "resolve", "-c", config, stream, code=3)).out
-    assert "expected a feed or a stream" in (await ran("egress", "resolve", "-c", config, "TYPO", code=2)).err

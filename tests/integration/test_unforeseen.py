@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from common.archive.columns import Columns
 from common.clock import SystemClock
 from common.nats.api import stream_info
 from common.nats.client import FloeClient, frame
@@ -48,38 +47,6 @@ async def held(bench: Bench, stream: str) -> int:
 
 async def holds(bench: Bench, stream: str, number: int) -> bool:
     return await held(bench, stream) == number
-
-
-@pytest.mark.parametrize(("retention", "half"), [("limits", False), ("workqueue", True)])
-async def test_untaken_messages_are_read_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, retention: str, half: bool
-) -> None:
-    """Memory ran out, perhaps when half a batch was appended: none of it is covered or acknowledged."""
-    stream, failed = await bench.make_stream(unique("T"), retention=retention), count("feed")
-
-    def halfway(columns: Columns, more: Columns) -> None:
-        if throw.left and throw.where(columns, more):
-            columns.sequences.extend(more.sequences)
-        extend(columns, more)
-
-    if half:
-        throw = Throw(monkeypatch, Columns, "extend", where=lambda _, more: more.sequences[-1] > 40)
-        extend = Columns.extend
-        monkeypatch.setattr(Columns, "extend", halfway)
-    else:
-        throw = Throw(monkeypatch, SegmentBuilder, "add_messages", where=lambda _, rows: rows.sequences[-1] > 40)
-    async with bench.egress({"stream": stream}):
-        await bench.publish(stream, (b"%d" % n for n in range(40)))
-        await bench.archived_to(stream, 40)
-        for n in range(40, 80):
-            await bench.publish(stream, [b"%d" % n])
-        await bench.archived_to(stream, 80)
-    assert not throw.left
-    assert (bench.ledger(stream), payloads(bench, stream)) == ({}, [b"%d" % n for n in range(80)])
-    assert count("feed") == failed + 1
-    bench.check(stream)
-    if retention == "workqueue":
-        await soon(lambda: holds(bench, stream, 0))
 
 
 async def test_an_error_for_ever_is_shown_and_takes_nothing_along(

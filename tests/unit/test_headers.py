@@ -34,23 +34,6 @@ def test_named_control_headers_act_again():
     assert split_provenance(escaped) == (HERE, original)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        *(b"", b"garbage", b"NATS/1.0\r\n", b"NATS/1.0 503 No Responders\r\n\r\n"),
-        b"NATS/1.0\r\nA: 1\nNats-Rollup: all\r\n\r\n",
-        b"NATS/1.0\r\nA: 1\rNats-Rollup: all\r\n\r\n",
-        b"NATS/1.0\r\nA: 1\r\n\r\nNats-Rollup: all\r\n\r\n",
-        b"NATS/1.0\r\nA: 1\r\n\n\r\n",
-    ],
-)
-def test_what_some_reader_could_take_for_other_headers_travels_as_text(odd: bytes):
-    escaped = escape(odd, HERE)
-    assert [name for name, _ in headers.parse_block(escaped)] == [b"Floe-Source", b"Floe-Block"]
-    assert b"Rollup" not in escaped
-    assert split_provenance(escaped) == (HERE, odd)
-
-
 def test_malformed_lines_pass_as_they_are():
     original = block(b"no colon", b": no name", b"  spaced : x  ", b"caf\xe9: \xff\x00", b"A:")
     assert split_provenance(escape(original, HERE)) == (HERE, original)

@@ -293,28 +293,6 @@ def test_a_pass_reads_one_page_of_each_level_however_much_there_is() -> None:
     assert search.frontier
 
 
-def test_a_segment_that_reaches_over_a_whole_page_of_later_ones_is_found_by_reading_on() -> None:
-    """Find it: a segment that egress writes when it reads again above a hole overlaps all earlier ones."""
-    store, _ = store_of(*small(11, 1000), key(5, 990))
-    search, looks = SearchState(), 0
-
-    while (plan := plan_from_listings(store, CHAIN, 10, None, NONE, search=search)).phase is Phase.LATE:
-        looks += 1
-        assert looks < 20, "not found"
-    assert plan.stretches[0].rows == SequenceRange(10, 990)
-    assert looks > 1
-
-
-def test_a_search_begins_again_when_it_came_to_the_end_and_sees_what_arrived_meanwhile() -> None:
-    store, objects = store_of(*small(11, 1000))
-    search = SearchState()
-    for _ in range(15):
-        assert plan_from_listings(store, CHAIN, 10, None, NONE, search=search).phase is Phase.LATE
-    objects.keys = sorted([*objects.keys, key(1, 500)])
-
-    assert any(plan_from_listings(store, CHAIN, 10, None, NONE, search=search).phase is Phase.READY for _ in range(15))
-
-
 def test_a_survey_sees_everything_before_something_is_given_up() -> None:
     hole = SequenceRange(10, 40)
     assert search_whole_chain(*store_of()[:1], CHAIN, hole, NONE) == hole

@@ -42,27 +42,6 @@ def test_the_period_ends_to_the_nanosecond() -> None:
         assert list(choices.kept) == [1, *[0] * (len(regular) - 1), kept]
 
 
-def test_advisories_come_once_in_order() -> None:
-    sampler = Sampler(HOW)
-    fold_keys(sampler, *[(key, START + place // 2) for place, key in enumerate("dcba")])
-
-    def due(at: int) -> list[tuple[AdvisoryEvent, str]]:
-        return [(a.event, a.value) for a in sampler.advance(at)]
-
-    assert due(START + WARN) == []
-    assert due(START + WARN + 1) == [(AdvisoryEvent.TIMEOUT, "c"), (AdvisoryEvent.TIMEOUT, "d")]
-    ends = [
-        (AdvisoryEvent.TIMEOUT, "a"),
-        (AdvisoryEvent.TIMEOUT, "b"),
-        (AdvisoryEvent.EXPIRE, "c"),
-        (AdvisoryEvent.EXPIRE, "d"),
-    ]
-    assert (due(START + HOUR), sampler.value_count) == (ends, 2)
-    assert due(START + HOUR) == due(0) == []
-    assert due(START + HOUR + 1) == [(AdvisoryEvent.EXPIRE, "a"), (AdvisoryEvent.EXPIRE, "b")]
-    assert (due(START + 1000 * HOUR), sampler.value_count) == ([], 0)
-
-
 def test_the_servers_time_changes_no_choice() -> None:
     """Advance by a server with a clock ahead of the one that stamps messages."""
     sampler = Sampler(HOW)
