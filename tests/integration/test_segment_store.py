@@ -119,19 +119,6 @@ def test_a_put_is_listed_and_read_back_and_gone_once_deleted(objects: ObjectStor
             read(ref)
 
 
-def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(objects: ObjectStore, make: Make) -> None:
-    store = make(objects)
-    a, b, c = put(store, 1, 10), put(store, 11, 20), put(store, 21, 30)
-    merged = put(store, 1, 20, level=1)
-    put(store, 1, 99, chain=Chain("us-east", "NODES", 0, 1))
-    put(store, 1, 99, chain=Chain("us-east", "NODES", 1))
-    everything = [a, b, c, merged]
-    for position, found in ((1, everything), (10, everything), (11, everything[1:]), (21, [c]), (31, [])):
-        assert store.list(CHAIN, position=position) == found
-    assert (store.list(CHAIN), store.list(CHAIN, level=1)) == (everything, [merged])
-    assert store.list(CHAIN, position=5, limit=1) == [a, merged]
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_walk_shows_every_segment_once_from_the_lowest_level(objects: ObjectStore, make: Make, size: int) -> None:
     store, prefix = make(objects), LAYOUT.segments_prefix(CHAIN, 0)

@@ -72,16 +72,6 @@ def test_a_snapshot_comes_back_as_it_was(site: SampledArchive, tmp_path: Path) -
     assert [site.snapshots().read(ref).position for ref in site.snapshots().list()] == [102, 101]
 
 
-def test_the_newest_is_listed_first_and_foreign_keys_not_at_all(site: SampledArchive) -> None:
-    for position in (5, 500, 50):
-        site.save(sampler_of(site), position)
-    site.save(sampler_of(site), 900, chain=Chain("us-east", "NODES", 0, 1))
-    prefix = site.layout.states_prefix(CHAIN)
-    for name in ("notes.txt", "0" * 20 + "-" + "0" * 16, f"{'9' * 20}-{'0' * 16}", "backup/" + "0" * 37):
-        site.objects.put(prefix + name, b"mine")
-    assert [ref.position for ref in site.snapshots().list()] == [500, 50, 5]
-
-
 # Objects that contradict their name
 
 

@@ -75,12 +75,3 @@ def test_until_hole_goes_on_without_a_gap(found: list[Segment], position: int) -
         assert stretch.rows.first == position
         position = stretch.rows.last + 1
     assert not any(s.coverage.first <= position <= s.coverage.last for s in found)
-
-
-@given(segments, positions, st.randoms())
-def test_the_cover_does_not_depend_on_the_order_of_the_listing(
-    found: list[Segment], first: int, random: object
-) -> None:
-    shuffled = list(found)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert cover(shuffled, first) == cover(found, first)

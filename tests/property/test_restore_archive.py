@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from hashlib import sha256
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from common.archive.segment import Message
 from common.errors import ConfigError
 from common.nats.restore_upload import KEEP_ALIVE_FRAME
 from common.sequences import MAX_SEQUENCE
-from ingress.recovery.highwayhash import hash_of
 from ingress.recovery.preflight import archive_writer
 from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter
 from tests.support.restore import crc32c, encoded_block, entries, tar_files, unframed
@@ -83,17 +81,6 @@ def test_the_logical_archive_holds_every_row_as_it_was(cut: list[list[Message]],
     ]
 
 
-def test_the_logical_archive_has_each_consumers_state() -> None:
-    archive = unframed(archive_of(archive_writer("ORDERS", "2.15.1"), [], 300))
-    clean, behind = (json.loads(entry.payload) for entry in list(entries(archive))[1:3])
-
-    at = {"consumer_seq": 20, "stream_seq": 40}
-    assert clean == {"config": {"durable_name": "clean", "name": "clean"}, "state": {"delivered": at, "ack_floor": at}}
-    assert behind["config"]["filter_subject"] == "a.>"
-    assert behind["state"]["delivered"] == {"consumer_seq": 20, "stream_seq": 300}
-    assert behind["state"]["ack_floor"] == {"consumer_seq": 3, "stream_seq": 7}
-
-
 def expected_blocks(rows: Sequence[Message], last: int) -> list[bytes]:
     """Return the blocks, cut at wide gaps; all these rows are small. The last one holds the end of the stream."""
     cut: list[list[Message]] = []
@@ -119,24 +106,6 @@ def test_the_archive_of_files_is_what_a_slow_encoder_writes(cut: list[list[Messa
     blocks = expected_blocks(rows, last)
     assert [name for name in files if name.startswith("msgs/")] == [f"msgs/{n}.blk" for n in range(1, len(blocks) + 1)]
     assert [files[f"msgs/{index}.blk"] for index in range(1, len(blocks) + 1)] == blocks
-
-
-def test_configurations_in_the_archive_of_files_carry_their_hash() -> None:
-    files = tar_files(unframed(archive_of(archive_writer("COPY", "2.10.26"), [], 300)))
-
-    assert json.loads(files["meta.inf"]) == {**CONFIG, "name": "COPY", "created": "2026-01-01T00:00:00Z"}
-    clean = json.loads(files["obs/clean/meta.inf"])
-    assert (clean["name"], clean["Name"], clean["Created"]) == ("clean", "clean", "2026-01-01T00:00:00Z")
-    for folder, name in (("", "COPY"), ("obs/clean/", "COPY/clean"), ("obs/behind/", "COPY/behind")):
-        found = hash_of(sha256(name.encode()).digest(), files[f"{folder}meta.inf"])
-        assert bytes.fromhex(files[f"{folder}meta.sum"].decode()) == found
-
-
-def test_the_state_of_a_consumer_is_its_position() -> None:
-    files = tar_files(unframed(archive_of(archive_writer("ORDERS", "2.14.6"), [], 300)))
-
-    assert files["obs/clean/o.dat"] == bytes([22, 2, 20, 40, 20, 40, 0, 0])
-    assert files["obs/behind/o.dat"] == bytes([22, 2, 3, 7, 20, 172, 2, 0, 0])
 
 
 def test_a_block_ends_before_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

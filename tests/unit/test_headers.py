@@ -34,12 +34,6 @@ def test_named_control_headers_act_again():
     assert split_provenance(escaped) == (HERE, original)
 
 
-def test_malformed_lines_pass_as_they_are():
-    original = block(b"no colon", b": no name", b"  spaced : x  ", b"caf\xe9: \xff\x00", b"A:")
-    assert split_provenance(escape(original, HERE)) == (HERE, original)
-    assert escape(original, HERE).endswith(original.removeprefix(b"NATS/1.0\r\n"))
-
-
 def test_a_control_header_that_acted_at_a_relay_acts_no_further_unless_named():
     first = escape(block(b"Nats-TTL: 5s"), HERE, frozenset({b"nats-ttl"}), (b"Nats-Expected-Last-Sequence: 8",))
     further = escape(first, HERE, relay=True)
