@@ -22,12 +22,11 @@ from ingress import metrics
 from tests.support import ingress as ingress_world
 from tests.support.basics import counted, soon
 from tests.support.commands import floe
-from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
+from tests.support.ingress import CHAIN, OTHER, Archive, Centre, check_exact, rows_of
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
-OTHER = Chain("eu-west", "NODES")
 LATER = CHAIN.next_incarnation()
 
 

@@ -15,8 +15,6 @@ from tests.support.egress import SITE, Bench
 
 pytestmark = pytest.mark.simulated
 
-KINDS = ["workqueue", "interest"]
-
 
 async def make(bench: Bench, retention: str, **config: Any) -> str:
     return await bench.make_stream(unique("T"), retention=retention, **config)
@@ -145,7 +143,7 @@ async def test_a_durable_that_an_admin_removes_is_an_alarm_what_was_received_is_
     bench.check(stream)
 
 
-@pytest.mark.parametrize("retention", KINDS)
+@pytest.mark.parametrize("retention", ["workqueue", "interest"])
 async def test_limits_a_purge_and_deleted_messages_are_recorded_and_the_rest_is_kept_for_a_stopped_egress(
     bench: Bench, retention: str
 ) -> None:

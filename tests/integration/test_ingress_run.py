@@ -24,7 +24,6 @@ from tests.support.segments import message
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 OTHER = Chain("eu-west", "NODES")
 TARGET = {"create": None}
-SHARED = {"exclusive": False, "delivery": "at_least_once"}
 
 
 async def test_later_rows_follow_and_a_restart_resumes(client: FloeClient, centre: Centre) -> None:
@@ -183,7 +182,7 @@ async def test_foreign_ones_are_left_alone(client: FloeClient, centre: Centre, m
         return whole(prefix, **where)
 
     centre.archive.put(rows_of(1, 5))
-    centre.having(create=None, **SHARED)
+    centre.having(create=None, exclusive=False, delivery="at_least_once")
     await make(client, centre)
     for _ in range(17):  # it begins behind these
         await ingress.foreign(client, centre)

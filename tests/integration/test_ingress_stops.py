@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
 from common.logs import configure, flush
@@ -20,11 +19,10 @@ from infra.local.nats import NatsServer
 from ingress.target import examine_target
 from tests.support.basics import PATIENCE, metric_value, soon
 from tests.support.commands import floe
-from tests.support.ingress import Archive, Centre, check_exact, closed_at, foreign, make, rows_of, update
+from tests.support.ingress import OTHER, Archive, Centre, check_exact, closed_at, foreign, make, rows_of, update
 from tests.support.proxies import TcpProxy
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
-OTHER = Chain("eu-west", "NODES")
 
 
 @pytest.fixture
