@@ -1,6 +1,9 @@
 """A store that refuses conditions: claims decide who creates a document, and a copy begins once for all."""
 
 import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -11,17 +14,29 @@ from common.nats.buckets import BucketClaims
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue
 from ingress.chains.starts import FeedStart
-from tests.support.basics import PATIENCE
+from tests.support import proxies
+from tests.support.basics import PATIENCE, SharedS3
 from tests.support.egress import Bench
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
 from tests.support.stores import FaultyStore, refusing_conditions
 
 
+@dataclass(frozen=True)
+class BehindProxy(SharedS3):
+    """The shared server, through a proxy."""
+
+    url: str = ""
+
+    @property
+    def endpoint_url(self) -> str:
+        return self.url
+
+
 @pytest.fixture
-def bare(bench: Bench) -> Bench:
-    """Egress of one site, over such a store."""
-    bench.objects = refusing_conditions(bench.objects)  # type: ignore[assignment]
-    return bench
+def bare(s3: SharedS3, nats_url: str, tmp_path: Path, client: FloeClient) -> Iterator[Bench]:
+    """Egress of one site, over a server that refuses every condition."""
+    with proxies.refusing_conditions(proxies.FaultProxy(s3.endpoint_url), 501) as proxy:
+        yield Bench(nats_url, tmp_path, client, s3=BehindProxy(s3.server, proxy.url))
 
 
 async def test_a_paused_writer_puts_what_another_claimed(bare: Bench) -> None:

@@ -16,7 +16,7 @@ from common.nats.restore_upload import KEEP_ALIVE_FRAME
 from common.sequences import MAX_SEQUENCE
 from ingress.recovery.preflight import archive_writer
 from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter
-from tests.support.restore import crc32c, encoded_block, entries, tar_files, unframed
+from tests.support.restore import encoded_block, entries, tar_files, unframed
 
 subjects = st.sampled_from([b"a", b"orders.eu", "größe.ж".encode(), b"\xff\xfe.raw"]) | st.binary(
     min_size=1, max_size=300
@@ -119,15 +119,6 @@ def test_a_block_ends_before_it_is_too_large(monkeypatch: pytest.MonkeyPatch) ->
 
     assert [len(each) // 1_031 for each in blocks] == [77, 73, 87, 49]
     assert sum(map(len, blocks)) == sum(31 + len(row.payload) for row in rows)
-
-
-def test_frames_carry_the_checksum_that_readers_expect() -> None:
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
-    row = Message(1, 5, b"a", None, b"x" * 3_000_000)
-    archive = archive_of(archive_writer("ORDERS", "2.15.1"), [[row]], 1)
-
-    assert row.payload in unframed(archive)
-    assert KEEP_ALIVE_FRAME in archive
 
 
 def refusal(*of: str, force: bool = False) -> str:

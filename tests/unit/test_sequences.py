@@ -16,7 +16,7 @@ from common.archive.table import SegmentTable
 from common.archive.times import search
 from common.archive.unread import open_stretch
 from common.errors import DataError
-from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, choose_segment, cover
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
 from compaction.source import read_stretch
 from tests.support.basics import PATIENCE
 from tests.support.compaction import CHAIN, Archive, ref, refs, rows, table_of
@@ -65,12 +65,6 @@ def test_what_is_put_in_comes_out(segments: list[SegmentRef]) -> None:
     for place, segment in enumerate(table):
         assert table[place] == segment
         assert (table.size_at(place), table.end_at(place)) == (segment.size, segment.coverage.last)
-
-
-@given(SEGMENTS, st.integers(1, 200))
-def test_the_chosen_segment_is_the_one_that_a_cover_takes(segments: list[SegmentRef], position: int) -> None:
-    found = cover(segments, position, position)
-    assert choose_segment(segments, position) == (found[0].segment if found else None)
 
 
 def test_the_greatest_values_are_kept_exactly() -> None:
