@@ -16,7 +16,7 @@ MOST_FILES = 253
 # Lines of code by folder. A number rises only where another falls by as much in the same commit. Ten thousand chains in
 # one centre were granted 800 lines: 682 of them are in the first four folders, 115 in `bench`, which had room to 1,400.
 # Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,373 with 40 of `bench`, 13 files.
-# Its tests are granted as many lines; infra has 3,500.
+# infra has 3,500; tests have 45,000, tests/sim included.
 MOST_LINES = {
     "common": 15_113,
     "egress": 9_857,
@@ -24,10 +24,10 @@ MOST_LINES = {
     "compaction": 4_782,
     "floe.py": 159,
     "pyspark_floe.py": 22,
-    "infra": 3_475,
+    "infra": 3_500,
     "bench": 1_555,
 }
-MOST_TEST_LINES = 45_920
+MOST_TEST_LINES = 45_000
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines; a smaller file needs more than one importer
 # A comment or a string of Python before 3.12; `tokenize` finds the same, and needs twenty times as long for the tree.
