@@ -61,7 +61,7 @@ test: java $(INSTALLED)  ## every test, with real servers on loopback (some 10 m
 test-servers: java $(INSTALLED)  ## the tests that depend on the server, on the newest patch of each supported minor version, built by go
 	@bash infra/test_servers.sh $(BIN)
 
-minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go, or a container, where none is found
+minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go where none is found
 	@$(BIN)/python -m infra.local.minio
 
 soak: java $(INSTALLED)  ## the fault runs at full length; ONLY=a,b runs these, STALE=1 those with changes since, SEEDS=A-B these simulated worlds, CHAINS=N FOR=SECONDS of ten_thousand_chains; writes docs/evidence/soak.json

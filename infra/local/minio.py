@@ -1,7 +1,7 @@
 """MinIO, the S3 server of the demo and the tests if it is installed: one process on loopback.
 
 `python -m infra.local.minio` (`make minio`) starts one and prints the settings to connect to it. It runs an installed
-MinIO, else one that it builds with go, else a container image that is pinned by its digest.
+MinIO, else one that it builds with go.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from infra.local.seaweedfs import LocalS3, SeaweedFS
 #: The last release with source; it builds in some ten minutes on two cores.
 GO_MODULE = "github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c"
 PROGRAM_VARIABLE = "FLOE_MINIO"
-#: The last release with an image. FLOE_MINIO_IMAGE names a copy, as in infra/compose.yaml.
-IMAGE = (
-    "minio/minio:RELEASE.2025-09-07T16-13-09Z@sha256:14cea493d9a34af32f524e538b8346cf79f3321eff8e708c1e2960462bd8936e"
-)
-IMAGE_VARIABLE = "FLOE_MINIO_IMAGE"
 _BUCKET = "floe"
 _CHECK_INTERVAL_S = 0.5  # seconds between two checks that it still runs
 
@@ -88,43 +83,6 @@ class MinIO(LocalS3):
         return {**super()._environment(), **self._settings}
 
 
-class _Container(MinIO):
-    """MinIO in a container; its files belong to the user. `engine`: docker or podman."""
-
-    def __init__(self, engine: str) -> None:
-        super().__init__()
-        self._engine = engine
-        self._image = os.environ.get(IMAGE_VARIABLE, "") or IMAGE
-
-    def pull(self) -> None:
-        """Pull the image. Raises Unavailable if that fails."""
-        if code := subprocess.run([self._engine, "pull", self._image], check=False, stdout=sys.stderr).returncode:
-            raise Unavailable(
-                f"{self._engine} pull {self._image}: expected exit code 0, found {code}",
-                hint=f"name a copy of the image in {IMAGE_VARIABLE}",
-            )
-
-    def kill(self) -> None:
-        if self.pid is not None:  # SIGKILL of the client would leave the container
-            subprocess.run([self._engine, "rm", "--force", self._name], check=False, capture_output=True)
-        super().kill()
-
-    @property
-    def _name(self) -> str:
-        return self._folder.name
-
-    def _command(self, data: Path) -> list[str]:
-        s3 = f"--publish=127.0.0.1:{self._ports['s3']}:9000"
-        settings = (f"--env={name}" for name in self._settings)
-        user = f"--user={os.getuid()}:{os.getgid()}"
-        options = ["--rm", f"--name={self._name}", s3, *settings, f"--volume={data}:/data", user]
-        return [self._engine, "run", *options, self._image, "server", "/data"]
-
-    def _environment(self) -> dict[str, str]:
-        # The engine's client finds its daemon and its files by the environment of the user.
-        return {**os.environ, **self._settings}
-
-
 def _program_folders() -> Iterator[Path]:
     """Yield the folders that may hold a program that is not on the PATH."""
     for folder in (os.environ.get("GOBIN"), *(f"{p}/bin" for p in os.environ.get("GOPATH", "").split(":") if p)):
@@ -139,20 +97,15 @@ def _is_program(path: Path) -> bool:
 
 
 def _new_server() -> MinIO:
-    """Return a server, built or pulled if needed. Raises ConfigError if no method exists, Unavailable if it fails."""
-    if find_minio():
-        return MinIO()
-    if shutil.which("go"):
+    """Return a server, built if needed. Raises ConfigError without go, Unavailable if the build fails."""
+    if not find_minio():
+        if not shutil.which("go"):
+            raise ConfigError(
+                f"minio: expected it on the PATH or in {PROGRAM_VARIABLE}, found neither it nor go",
+                hint=f"install go, then: go install {GO_MODULE}",
+            )
         _build()
-        return MinIO()
-    if engine := shutil.which("docker") or shutil.which("podman"):
-        server = _Container(engine)
-        server.pull()
-        return server
-    raise ConfigError(
-        f"minio: expected it on the PATH or in {PROGRAM_VARIABLE}, found neither it nor go, docker or podman",
-        hint=f"install go, then: go install {GO_MODULE}",
-    )
+    return MinIO()
 
 
 def _build() -> None:

@@ -1,7 +1,6 @@
 """MinIO itself notifies ingress of each segment: its bucket notifications through core NATS, without JetStream."""
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from common.nats.client import FloeClient
 from common.objects.open import open_objects
 from common.settings.root import StoreSettings
 from infra.demo.world import PROJECT_FOLDER
-from infra.local.minio import IMAGE, MinIO, find_minio
+from infra.local.minio import MinIO, find_minio
 from tests.integration.test_events import S3Archive, S3Centre, store_config
 from tests.support import canaries
 from tests.support.basics import PATIENCE, SharedS3, metric_value, soon, unique
@@ -93,47 +92,9 @@ async def test_a_segment_in_minio_wakes_ingress_long_before_its_poll(
         check_exact(await centre.carried(client, 40), archive, centre.prefix)
 
 
-# As much of podman as `make minio` uses, with the MinIO of this machine for the content of the image.
-PODMAN = """\
-#!{python}
-import os, pathlib, signal, subprocess, sys
-verb, *words = sys.argv[1:]
-folder = pathlib.Path(__file__).parent
-with (folder / "asked").open("a") as asked:
-    print(*sys.argv[1:], file=asked)
-options = dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
-if verb == "run":
-    address, data = options["--publish"].removesuffix(":9000"), options["--volume"].removesuffix(":/data")
-    command = ["{minio}", "server", "--address", address, data]
-    server = subprocess.Popen(command, start_new_session=True)
-    (folder / options["--name"]).write_text(str(server.pid))
-    sys.exit(server.wait())
-elif verb == "rm":
-    os.kill(int((folder / words[-1]).read_text()), signal.SIGKILL)
-"""
-
-
-@pytest.fixture(params=["found", "container"])
-def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a machine that has MinIO, and of one that has only podman."""
-    if request.param == "found":
-        yield dict(os.environ)
-        return
-    podman = tmp_path / "podman"
-    podman.write_text(PODMAN.format(python=sys.executable, minio=find_minio()))
-    podman.chmod(0o755)
-    yield {**os.environ, "FLOE_MINIO": "", "PATH": str(tmp_path)}
-    pull, run, remove = (tmp_path / "asked").read_text().splitlines()
-    assert pull == f"pull {IMAGE}"
-    assert " --env=MINIO_ROOT_PASSWORD --" in run, "its value would stand in the list of processes"
-    assert run.endswith(f"{IMAGE} server /data")
-    assert remove.startswith("rm --force floe-minio-")
-
-
-def test_make_minio_prints_settings_that_work_and_ends_with_a_signal(way: dict[str, str]) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infra.local.minio"], stdout=subprocess.PIPE, text=True, cwd=PROJECT_FOLDER, env=way
-    )
+def test_make_minio_prints_settings_that_work_and_ends_with_a_signal() -> None:
+    command = [sys.executable, "-m", "infra.local.minio"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PROJECT_FOLDER)
     try:
         assert process.stdout is not None
         document = yaml.safe_load("".join(process.stdout.readline() for _ in range(6)))
