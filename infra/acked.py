@@ -44,7 +44,10 @@ class PublishCounts:
 
 
 class AckedPublisher:
-    """The publisher. Use `async with AckedPublisher(client) as publisher`; the exit waits for messages in flight."""
+    """The publisher. Use `async with AckedPublisher(client) as publisher`; the exit waits for messages in flight.
+
+    `published`: set it before the first message to counts that several publishers share.
+    """
 
     def __init__(self, client: FloeClient, *, window: int = MAX_UNACKED, on_stored: OnStored | None = None) -> None:
         self.published = PublishCounts()

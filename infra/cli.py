@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @click.command()
 @click.option("-c", "--config", type=click.Path(), envvar="FLOE_CONFIG", help="Connect as this configuration.")
-@click.option("--server", help="Connect to this URL instead.")
+@click.option("--server", multiple=True, help="Connect to this URL instead; repeat it for the servers of a cluster.")
 @click.option("--stream", default="NODE_DATA", show_default=True, help="The stream to publish into.")
 @click.option("--create", is_flag=True, help="Create the stream if it is missing.")
 @click.option(
@@ -33,6 +33,10 @@ T = TypeVar("T")
     help="The subject of each node; {sender} is its name.",
 )
 @click.option("--nodes", type=click.IntRange(min=1), default=100, show_default=True, help="How many nodes.")
+@click.option(
+    "--connections", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Of all nodes together."
+)
+@click.option("--subscriptions", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of each connection.")
 @click.option("--interval", type=Duration(), default="5m", show_default=True, help="How often each one publishes.")
 @click.option("--rate", type=click.FloatRange(min=0), help="Messages per second of the fleet; 0: no limit.")
 @click.option("--min-size", type=Size(), default="1K", show_default=True, help="Approximate smallest document.")
@@ -40,11 +44,12 @@ T = TypeVar("T")
 @click.option("--count", type=click.IntRange(min=1), help="Stop after this many messages.")
 @click.option("--duration", type=Duration(), help="Stop after this time.")
 @click.option("--seed", type=int, help="The same seed makes the same fleet; default: random.")
+@click.option("--listen", default="", help="Serve /metrics at this address while it runs, such as 127.0.0.1:9470.")
 @json_option
 @run_command
 async def emulate(
     config: str | None,
-    server: str | None,
+    server: tuple[str, ...],
     nodes: int,
     interval: float,
     rate: float | None,
@@ -60,12 +65,15 @@ async def emulate(
 
     Each node registers once in every interval with a document of 1 to 15 KB: its name, the time, facts and
     counters, varied from the facts of this machine. The published messages are compared with the stored ones.
+    With --subscriptions, each connection also listens on floe.emulated.ping.0 and so on, and answers each request
+    there with the names of its nodes.
 
     \b
     Examples:
       floe emulate --server nats://127.0.0.1:4222 --create --nodes 500 --interval 5m
       floe emulate -c site.yaml --stream NODE_DATA --rate 20000 --max-size 3K --count 1000000
       floe emulate -c site.yaml --stream NODE_DATA --rate 0 --duration 1m --seed 7
+      floe emulate -c site.yaml --nodes 1000 --connections 1000 --subscriptions 20 --listen 127.0.0.1:9470
     """
     from infra.emulator import PublishSchedule, run_emulation
     from infra.fleet import Sizes
@@ -82,13 +90,7 @@ async def emulate(
 
 @click.command()
 @click.option("--seconds", type=click.FloatRange(min=5), default=30, show_default=True, help="How long to publish.")
-@click.option(
-    "--rate",
-    type=click.FloatRange(min=1),
-    default=400,
-    show_default=True,
-    help="Registrations per second at each site.",
-)
+@click.option("--rate", type=click.FloatRange(min=1), default=400, show_default=True, help="Messages per s and site.")
 @click.option("--seed", type=int, help="The same seed publishes the same messages; default: random.")
 @click.option("--keep", is_flag=True, help="Keep the folder.")
 @json_option
@@ -127,8 +129,8 @@ def _seed(given: int | None) -> int:
     return random.SystemRandom().getrandbits(32) if given is None else given
 
 
-def _nats_settings(config: str | None, server: str | None) -> NatsSettings:
-    """Return the settings for `server` if given, else those of the configuration for egress, else the defaults."""
+def _nats_settings(config: str | None, server: tuple[str, ...]) -> NatsSettings:
+    """Return the settings for `server` if it names URLs, else those of the configuration for egress, else defaults."""
     if config and server:
         raise UsageError("--server and --config: expected at most one of them")
     if config:
@@ -140,9 +142,9 @@ def _nats_settings(config: str | None, server: str | None) -> NatsSettings:
 
     configure()
     try:
-        return NatsSettings(url=(server,)) if server else NatsSettings()
+        return NatsSettings(url=server) if server else NatsSettings()
     except ValueError as error:
-        raise UsageError(f"--server {server}: expected a URL such as nats://127.0.0.1:4222") from error
+        raise UsageError(f"--server {' '.join(server)}: expected a URL such as nats://127.0.0.1:4222") from error
 
 
 async def _until_terminated(running: Coroutine[Any, Any, T]) -> T:

@@ -1,17 +1,22 @@
 """The fleet emulator: publishes the messages of a fleet into a stream, and checks that they were stored."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import aclosing
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, DataError, UsageError
 from common.logs import get_logger
 from common.nats.api import StreamInfo, create_stream, stream_info
-from common.nats.client import FloeClient, connect
+from common.nats.client import FloeClient, connect, frame
 from common.service.process import stop_on_signals
 from common.settings.service import NatsSettings
+from common.settings.types import parse_listen
 from common.tasks import Stop, wait_for
 from infra.acked import AckedPublisher, PublishCounts
 from infra.fleet import Fleet, Sizes, describe, read_facts
@@ -22,6 +27,45 @@ log = get_logger(__name__)
 DEFAULT_SUBJECT = "choria.node_metadata.{sender}"
 MAX_BURST_MESSAGES = 20_000  # published before the next check
 DUE_CHECK_INTERVAL_S = 0.05  # seconds between two checks for due messages
+PING_SUBJECT = "floe.emulated.ping."
+PARALLEL_CONNECTS = 32
+
+
+class Connections:
+    """The connections of the nodes: `number` of them, each with `subscriptions` to `PING_SUBJECT` and a number from 0.
+
+    A connection answers each request on such a subject with the name of each of its nodes. `pings`: requests received.
+    """
+
+    def __init__(self, fleet: Fleet, number: int, subscriptions: int) -> None:
+        self.clients: list[FloeClient] = []
+        self.pings = 0
+        self._fleet, self._number, self._subscriptions = fleet, number, subscriptions
+
+    @asynccontextmanager
+    async def open(self, settings: NatsSettings, clock: Clock) -> AsyncIterator[FloeClient]:
+        """Connect all of them, PARALLEL_CONNECTS at once; yield the first. Raises the errors of `connect`."""
+        turns = asyncio.Semaphore(PARALLEL_CONNECTS)
+        if self._number > 1:  # a line for each would hide the others
+            logging.getLogger("common.nats.client").setLevel(logging.WARNING)
+        async with AsyncExitStack() as stack:
+
+            async def open_one(number: int) -> FloeClient:
+                async with turns:
+                    client = await connect(settings, name=f"floe emulate {number}", clock=clock)
+                    await stack.enter_async_context(aclosing(client))
+                    for each in range(self._subscriptions):
+                        await client.subscribe_raw(f"{PING_SUBJECT}{each}", partial(self._answer, client, number))
+                    return client
+
+            self.clients = await asyncio.gather(*map(open_one, range(self._number)))
+            yield self.clients[0]
+
+    def _answer(self, client: FloeClient, number: int, _subject: bytes, reply: bytes, *_: bytes | None) -> None:
+        self.pings += 1
+        if reply and client.is_up:
+            for node in range(number, self._fleet.nodes, self._number):
+                client.send(frame(reply, self._fleet.sender(node).encode(), None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +104,15 @@ class PublishSchedule:
 
 
 class Emulator:
-    """One fleet that publishes into one stream. `subject` contains `{sender}` in the place of the node's name.
+    """One fleet that publishes into one stream: node n through the client with the number n modulo their number.
 
-    `published`, `elapsed`: the outcomes so far, and the seconds since the start; read while it runs. Raises UsageError
-    for another subject.
+    `subject` contains `{sender}` in the place of the node's name. `published`, `elapsed`: the outcomes so far, and the
+    seconds since the start; read while it runs. Raises UsageError for another subject.
     """
 
     def __init__(
         self,
-        client: FloeClient,
+        clients: Sequence[FloeClient],
         fleet: Fleet,
         schedule: PublishSchedule,
         clock: Clock,
@@ -77,45 +121,51 @@ class Emulator:
     ) -> None:
         subject_filter(subject)
         self.published, self.elapsed = PublishCounts(), 0.0
-        self._client, self._fleet, self._schedule, self._clock = client, fleet, schedule, clock
+        self._clients, self._fleet, self._schedule, self._clock = clients, fleet, schedule, clock
         self._subject = subject
         self._documents = self._iter_documents()
 
     async def run(self, stop: Stop) -> PublishCounts:
         """Publish until the schedule is over or `stop` is set; return when no message is in flight."""
         started = self._clock.monotonic()
-        async with AckedPublisher(self._client) as publisher:
-            self.published = publisher.published
+        async with AsyncExitStack() as stack:
+            publishers = [await stack.enter_async_context(AckedPublisher(client)) for client in self._clients]
+            for publisher in publishers:
+                publisher.published = self.published
             while not stop.is_set:
                 elapsed = self.elapsed = self._clock.monotonic() - started
-                if self._schedule.is_over(publisher.published.sent, elapsed):
+                if self._schedule.is_over(self.published.sent, elapsed):
                     break
-                await self._publish_due(publisher, elapsed, stop)
+                await self._publish_due(publishers, elapsed, stop)
             self.elapsed = self._clock.monotonic() - started
-            return await publisher.wait_for_acks()
+        return self.published
 
     def rate(self) -> float:
         """Return the messages per second so far."""
         return self.published.sent / self.elapsed if self.elapsed else 0.0
 
-    async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: Stop) -> None:
+    async def _publish_due(self, publishers: list[AckedPublisher], elapsed: float, stop: Stop) -> None:
         """Publish what is due now; then sleep for `DUE_CHECK_INTERVAL_S`, or not if there is no limit."""
-        due = min(self._schedule.due_count(elapsed) - publisher.published.sent, MAX_BURST_MESSAGES)
+        due = min(self._schedule.due_count(elapsed) - self.published.sent, MAX_BURST_MESSAGES)
+        used = set()
         for _ in range(due):
             if stop.is_set:
                 return
-            await publisher.publish(*next(self._documents))
-        await publisher.flush()
+            node, subject, document = next(self._documents)
+            used.add(number := node % len(publishers))
+            await publishers[number].publish(subject, document)
+        for number in used:
+            await publishers[number].flush()
         await self._clock.sleep(DUE_CHECK_INTERVAL_S if self._schedule.messages_per_second() != float("inf") else 0)
 
-    def _iter_documents(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield subject and document, node after node, turn after turn."""
+    def _iter_documents(self) -> Iterator[tuple[int, bytes, bytes]]:
+        """Yield number, subject and document, node after node, turn after turn."""
         before, _, after = self._subject.encode().partition(b"{sender}")
         turn = 0
         while True:
             for node in range(self._fleet.nodes):
                 subject = before + self._fleet.sender(node).encode() + after
-                yield subject, self._fleet.document(node, turn, self._clock.now())
+                yield node, subject, self._fleet.document(node, turn, self._clock.now())
             turn += 1
 
 
@@ -166,18 +216,23 @@ async def run_emulation(
     subject: str,
     create: bool,
     seed: int,
+    connections: int = 1,
+    subscriptions: int = 0,
+    listen: str = "",
 ) -> dict[str, object]:
     """Publish until the schedule is over or a signal comes; return the result, with a sentence under `line`.
 
-    `create`: create the stream if it is missing. Raises DataError if the stream does not hold all messages sent,
-    ConfigError if it does not exist.
+    `create`: create the stream if it is missing. `listen`: address of a listener for `/metrics`; empty: none. Raises
+    DataError if the stream does not hold all messages sent, ConfigError if it does not exist.
     """
     clock, facts = SystemClock(), read_facts()
     fleet = Fleet(facts, seed=seed, nodes=schedule.nodes, interval=schedule.interval, sizes=sizes)
-    async with aclosing(await connect(settings, name="floe emulate", clock=clock)) as client:
-        emulator = Emulator(client, fleet, schedule, clock, subject=subject)
+    nodes = Connections(fleet, connections, subscriptions)
+    async with nodes.open(settings, clock) as client:
+        emulator = Emulator(nodes.clients, fleet, schedule, clock, subject=subject)
         before = await open_stream(client, stream, subject, create=create)
-        context = {"machine": describe(facts), "nodes": fleet.nodes, "seed": seed}
+        serve_figures(emulator, nodes, listen)
+        context = {"machine": describe(facts), "nodes": fleet.nodes, "connections": connections, "seed": seed}
         log.info("emulation started", action="emulation_started", **context)
         async with stop_on_signals() as stop, asyncio.TaskGroup() as group:
             watching = group.create_task(_log_progress(emulator, stop))
@@ -190,11 +245,34 @@ async def run_emulation(
         "line": f"{published.summary()} {pace}, seed {seed}",
         "stream": stream,
         "seed": seed,
+        "connections": connections,
+        "pings": nodes.pings,
         "sent": published.sent,
         "stored": published.stored,
         "bytes": published.bytes,
         "seconds": round(elapsed, 3),
     }
+
+
+def serve_figures(emulator: Emulator, nodes: Connections, listen: str) -> None:
+    """Serve the figures in the form of Prometheus at the address `listen`, in a thread; empty: nothing.
+
+    Raises UsageError for an address that cannot be used.
+    """
+    figures = {
+        "connections_up": ("Connections that are up.", lambda: sum(client.is_up for client in nodes.clients)),
+        "sent": ("Messages published.", lambda: emulator.published.sent),
+        "stored": ("Messages that the stream acknowledged.", lambda: emulator.published.stored),
+        "pings": ("Requests that connections received.", lambda: nodes.pings),
+    }
+    registry = CollectorRegistry()
+    for name, (text, figure) in figures.items():
+        Gauge(f"floe_emulator_{name}", text, registry=registry).set_function(figure)
+    try:
+        if address := parse_listen(listen):
+            start_http_server(address[1], address[0], registry)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--listen {listen}: expected a free address such as 127.0.0.1:9470, found {error}") from None
 
 
 async def _log_progress(emulator: Emulator, stop: Stop) -> None:

@@ -82,7 +82,7 @@ class SitePublisher:
         return self.emulators
 
     def _emulator(self, fleet: Fleet, schedule: PublishSchedule) -> Emulator:
-        return Emulator(self.client, fleet, schedule, self.clock, subject=f"{NODES.lower()}.{{sender}}")
+        return Emulator([self.client], fleet, schedule, self.clock, subject=f"{NODES.lower()}.{{sender}}")
 
     async def _bursts(self, stop: Stop) -> None:
         rng = random.Random(self._seed())

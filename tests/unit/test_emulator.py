@@ -7,10 +7,24 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from common.clock import SystemClock
 from common.errors import UsageError
+from common.nats.client import frame
+from common.settings.service import NatsSettings
+from common.tasks import Stop
 from infra.cli import emulate
-from infra.emulator import PublishSchedule, subject_filter
+from infra.emulator import (
+    PING_SUBJECT,
+    Connections,
+    Emulator,
+    PublishSchedule,
+    check_stored,
+    open_stream,
+    serve_figures,
+    subject_filter,
+)
 from infra.fleet import Fleet, MachineFacts, Sizes, describe, read_facts
+from tests.support.basics import soon, unique
 
 NOW = 1_700_000_000.0
 FACTS = read_facts()
@@ -78,9 +92,34 @@ def test_sizes_paces_and_subjects_that_cannot_be_are_refused(make: Callable[[], 
         ("--server nowhere", "--server nowhere: expected a URL"),
         ("--min-size 2K --max-size 1K", "sizes 2048 to 1024"),
         ("--server nats://h:1 -c x.yaml", "--server and --config"),
+        ("--connections 0", "0 is not in the range"),
     ],
 )
 def test_a_wrong_command_line_is_explained_and_ends_with_2(options: str, problem: str) -> None:
     result = CliRunner().invoke(emulate, options.split())
 
     assert (result.exit_code, problem in result.output) == (2, True)
+
+
+@pytest.mark.simulated
+async def test_nodes_share_connections_that_answer_each_request_with_the_names_of_their_nodes(nats_url: str) -> None:
+    """Of seven nodes, two connections carry two each and the third carries three."""
+    fleet, stream = Fleet(FACTS, seed=1, nodes=7), unique("NODES")
+    settings, nodes = NatsSettings(url=(nats_url,)), Connections(fleet, 3, 2)
+    async with nodes.open(settings, SystemClock()) as client:
+        before = await open_stream(client, stream, f"{stream}.all.{{sender}}", create=True)
+        schedule = PublishSchedule(7, rate=100, count=21)
+        emulator = Emulator(nodes.clients, fleet, schedule, SystemClock(), subject=f"{stream}.all.{{sender}}")
+        serve_figures(emulator, nodes, "")
+        await emulator.run(Stop())
+        await check_stored(client, before, emulator.published)
+        assert (emulator.published.stored, len(nodes.clients)) == (21, 3)
+
+        names: list[bytes] = []
+        inbox = client.new_inbox()
+        await client.subscribe_raw(inbox, lambda _s, _r, name, _h: names.append(name))
+        client.send(frame(f"{PING_SUBJECT}1".encode(), b"", None, inbox.encode()))
+        await soon(lambda: nodes.pings == 3 and len(names) == 7)
+        assert {*names} == {fleet.sender(node).encode() for node in range(7)}
+    with pytest.raises(UsageError, match="--listen here: expected a free address"):
+        serve_figures(emulator, nodes, "here")
