@@ -1,8 +1,11 @@
 """Messages that pass several sites: each site leaves its hop, and no message returns."""
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from common.archive.segment import Ledger, Message
 from common.chain import Chain
 from common.nats.api import create_stream, query, stored_message, stream_info
 from common.nats.client import FloeClient
-from common.nats.headers import Provenance, build_block, parse_provenances
+from common.nats.headers import Provenance, build_block, parse_provenances, split_provenance
 from common.nats.kv import KeyValue, state_key
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
@@ -84,6 +87,56 @@ async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]
     client = await connected(nats_server.url)
     yield World(Bench(nats_server.url, tmp_path, client))
     await client.aclose()
+
+
+HEADERS = [
+    None,
+    build_block([b"A: 1", b"a:  2 ", b"A: 1"]),
+    build_block([b"Nats-Msg-Id: %d", b"Nats-Schedule-Ttl: 1s"]),
+    build_block([b"Floe-Source: region FLEET 0000 0 7 1700000000000000001"]),
+    b"NATS/1.0\r\n\r\n",
+]
+
+
+async def test_a_tree_of_sampled_relays_brings_each_sender_once_in_the_period_of_each_level(world: World) -> None:
+    """Five minutes, half an hour and an hour of a fleet, as one, six and twelve seconds."""
+    (region_s, centre_s), senders = (6, 12), ("a", "b", "c")
+    nodes, fleet, all_ = unique("NODES"), unique("FLEET"), unique("ALL")
+    await world.bench.make_stream(nodes)
+
+    def sampled(stream: str, period: int, **keys: Any) -> dict[str, Any]:
+        return {"stream": stream, "inspect_field": "sender", "inspect_duration": f"{period}s", **keys}
+
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(world.egress("city", sampled(nodes, region_s)))
+        region = world.centre(fleet, {"site": "city", "feed": nodes, "subject_prefix": fleet})
+        await stack.enter_async_context(region.running())
+        for number in range(26):
+            for sender, block in zip(senders, HEADERS[number % 3 :], strict=False):
+                row = json.dumps({"sender": sender, "n": number}).encode()
+                await world.bench.publish(nodes, [row], headers=block and block.replace(b"%d", row))
+            await asyncio.sleep(1)
+            if number == 0:
+                await world.holds(fleet, len(senders))
+                await stack.enter_async_context(world.egress("region", sampled(fleet, centre_s, relay=True)))
+                centre = world.centre(all_, {"site": "region", "feed": fleet, "subject_prefix": all_})
+                await stack.enter_async_context(centre.running())
+        published, *levels = [await world.messages(stream) for stream in (nodes, fleet, all_)]
+
+    for found, period in zip(levels, (region_s, centre_s), strict=True):
+        for sender in senders:
+            times = [row["n"] for each in found if (row := json.loads(each.payload))["sender"] == sender]
+            between = [after - before for before, after in pairwise(times)]
+            # The period of a sender is shorter by up to a tenth; messages arrive at the centre once in region_s.
+            assert (times[0], len(between) >= 26 // period - 1) == (0, True)
+            assert all(0.9 * period <= each <= period + region_s for each in between), between
+    for at_centre in levels[1]:
+        newest, oldest = parse_provenances(at_centre.headers)
+        original = published[oldest.sequence - 1]
+        assert (newest.site, newest.feed) == ("region", fleet)
+        assert oldest == Provenance("city", nodes, 0, 0, original.sequence, original.timestamp_ns)
+        assert split_provenance(at_centre.headers)[1] == original.headers
+        assert (at_centre.payload, at_centre.subject) == (original.payload, f"{all_}.{fleet}.{nodes}.a".encode())
 
 
 @pytest.mark.parametrize("is_relay", [True, False], ids=["relays", "one of the two sampled"])
