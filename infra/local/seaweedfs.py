@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import hashlib
-import hmac
 import http.client
 import json
 import os
@@ -19,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 from urllib.parse import quote
+
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 
 from common.errors import ConfigError, Unavailable
 from common.exits import INSTALL_ALL
@@ -38,23 +39,9 @@ class S3Client:
 
     def call(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Return status and body of the answer. Raises OSError and http.client.HTTPException."""
-        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        return send_request(self.port, method, path, body, self._headers(method, path, stamp))
-
-    def _headers(self, method: str, path: str, stamp: str) -> dict[str, str]:
-        """Return the headers of AWS Signature Version 4, with the body unsigned."""
-        scope = f"{stamp[:8]}/{REGION}/s3/aws4_request"
-        signed = {"host": f"127.0.0.1:{self.port}", "x-amz-content-sha256": "UNSIGNED-PAYLOAD", "x-amz-date": stamp}
-        names = ";".join(signed)
-        lines = "".join(f"{name}:{value}\n" for name, value in signed.items())
-        canonical = f"{method}\n{quote(path)}\n\n{lines}\n{names}\nUNSIGNED-PAYLOAD"
-        digest = hashlib.sha256(canonical.encode()).hexdigest()
-        key = f"AWS4{self.secret_key}".encode()
-        for part in scope.split("/"):
-            key = _hmac(key, part)
-        signature = _hmac(key, f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}").hex()
-        credential = f"Credential={self.access_key}/{scope}, SignedHeaders={names}, Signature={signature}"
-        return {**signed, "Authorization": f"AWS4-HMAC-SHA256 {credential}"}
+        request = AWSRequest(method, f"http://127.0.0.1:{self.port}{quote(path)}", data=body)
+        S3SigV4Auth(Credentials(self.access_key, self.secret_key), "s3", REGION).add_auth(request)
+        return send_request(self.port, method, quote(path), body, dict(request.headers))
 
 
 def send_request(port: int, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
@@ -65,10 +52,6 @@ def send_request(port: int, method: str, path: str, body: bytes, headers: dict[s
         return response.status, response.read()
     finally:
         connection.close()
-
-
-def _hmac(key: bytes, text: str) -> bytes:
-    return hmac.new(key, text.encode(), hashlib.sha256).digest()
 
 
 START_TIMEOUT_S = 120.0  # seconds; a start takes 3.4, sometimes 7.5, a restart 2.2
