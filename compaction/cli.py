@@ -337,7 +337,7 @@ def _retention(settings: Settings, store: SegmentStore) -> Retention | None:
     rules, targets = settings.compaction.retention, settings.ingress.targets
     if not rules.is_set:
         return None
-    sources = {each.stream: frozenset(f"{site}/{feed}" for site, feed in each.feed_sources) for each in targets}
+    sources = {each.stream: each.source_names for each in targets}
     return Retention(store, lambda site, feed: RetentionRule(*rules.limits_of(site, feed)), sources)
 
 

@@ -345,6 +345,8 @@ METRICS_WITHOUT_PANEL: Mapping[str, Sequence[str]] = {
         "floe_egress_end_timestamp_seconds",
         "floe_ingress_publisher",
         "floe_ingress_target_sequence",
+        "floe_ingress_matched_feeds",
+        "floe_ingress_untaken_feeds",
     ),
     "of use to whoever tunes one feed": (
         "floe_egress_forced_copies_total",

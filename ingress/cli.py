@@ -212,6 +212,10 @@ def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) 
     ])  # fmt: skip
     for each in stopped:
         result.add_problem(CheckState.CRITICAL, f"stopped: {each}")
+    for name, part in targets.items():
+        if count := part.get("untaken_feeds"):
+            shown = "; ".join(part.get("untaken", ()))
+            result.add_problem(CheckState.CRITICAL, f"{name}: {format_count(count, 'feed')} not delivered: {shown}")
     for name, lag in lags.items():
         result.check_limit(f"{name}: {lag:.0f} s behind", lag, warning, critical)
     result.check_process(document)

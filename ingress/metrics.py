@@ -100,6 +100,12 @@ paused_chains = gauge("ingress_paused_chains", "Chains that an operator has paus
 behind_gaps = counter(
     "ingress_segments_behind_gaps", "Segments that arrived in a skipped gap; they are not delivered.", ("target",)
 )
+matched_feeds = gauge("ingress_matched_feeds", "Feeds that patterns of `sources` have taken.", ("target",))
+untaken_feeds = gauge(
+    "ingress_untaken_feeds",
+    "Feeds that patterns of `sources` match and that are not delivered: several match, or `max_sites` is reached.",
+    ("target",),
+)
 
 # Outcomes of intents and batches
 intent_open = gauge("ingress_intent_open", "1 while an intent of the target is open.", ("target",))

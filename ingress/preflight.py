@@ -173,7 +173,7 @@ def _foreign_rollups(settings: TargetSettings) -> Iterator[tuple[int, str]]:
     made = [
         (index, site, pattern)
         for index, source in enumerate(settings.sources)
-        for site in source.site
+        for site in dict.fromkeys(each.replace("*", text) for each in source.site for text in "ab")  # two of a pattern
         for pattern in patterns_of(source.model_copy(update={"site": (site,)})) or [">"]
     ]
     wanted = {n: source for n, source in enumerate(settings.sources) if b"nats-rollup" in source.acting_headers}
@@ -218,7 +218,7 @@ def limits_from(client: FloeClient, info: StreamInfo, settings: TargetSettings) 
         limits.append(size)
     subjects = info.config.get("subjects") or [settings.stream]
     parks = settings.on_oversize == "park"
-    accepting, is_shared = SubjectFilters(subjects), len(settings.feed_sources) > 1
+    accepting, is_shared = SubjectFilters(subjects), len(settings.source_names) > 1 or bool(settings.patterns)
     return TargetLimits(
         accepting, min(limits), parks, settings.stream, max_payload=client.max_payload, is_shared=is_shared
     )

@@ -213,6 +213,8 @@ _OF_TARGET = (
     metrics.lag_measured,
     metrics.lag_messages,
     metrics.late_sequences,
+    metrics.matched_feeds,
+    metrics.untaken_feeds,
 )
 
 
@@ -312,6 +314,12 @@ class TargetReport:
             "intent": state.intent and {"base": state.intent.base, "count": state.intent.count},
             "chains": partial(self._chains_status, delivery, chains),
         }
+        if chains.patterns:
+            plan = chains.patterns.plan
+            counts = {"matched_feeds": len(plan.taken), "untaken_feeds": len(plan.untaken)}
+            status |= {**counts, "untaken": plan.untaken_texts}
+            metrics.matched_feeds.labels(self.target).set(len(plan.taken))
+            metrics.untaken_feeds.labels(self.target).set(len(plan.untaken))
         self._health.set_ready(self._part, not delivery.unready_reason, delivery.unready_reason)
         self._health.set_status(self._part, status)
         metrics.target_sequence.labels(self.target).set(state.checkpoint.target_sequence)

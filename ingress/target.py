@@ -92,8 +92,7 @@ class TargetRunner:
         raise LeaseLost(f"lease of target {self._target}: no longer held by this process")
 
     def _positions_writer(self, delivery: Delivery, chains: ChainRegistry) -> PositionsWriter:
-        deps, sources = self._deps, self._settings.sources
-        pairs = {f"{site}/{feed}" for source in sources for site, feed in source.site_feed_pairs()}
+        deps = self._deps
 
         def positions() -> Mapping[Chain, int] | None:
             return delivery.state.checkpoint.positions if delivery.is_settled else None
@@ -102,7 +101,7 @@ class TargetRunner:
             found = ((each.chain, each.stopped) for each in chains if each.stopped is not None)
             return {chain: f"{error.code}: {error}" for chain, error in islice(found, MAX_REPORTED_STOPS)}
 
-        known = tuple(sorted(pairs)), positions, stopped
+        known = tuple(sorted(self._settings.source_names)), positions, stopped
         return PositionsWriter(self._target, *known, deps.documents, deps.threads, deps.clock)
 
     def _reconciler(self, state: StateStore, lease: Lease) -> TargetReconciler:

@@ -37,6 +37,7 @@ from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectInfo, ObjectStore
 from common.sequences import MAX_SEQUENCE, SequenceRange
+from common.subjects import name_matches
 
 log = get_logger(__name__)
 
@@ -497,9 +498,9 @@ class TargetPositions:
     """The positions of one target, written at `time` (seconds since 1970 by the clock of ingress).
 
     `positions`: by chain, the first sequence that the target does not hold yet. `sources`: the `site/feed` that may
-    flow in; a chain of them without a position has not begun, and needs everything. `released`: an operator released
-    the target; it needs nothing any more. `stopped`: the reasons why chains have stopped, with the remedies; each text
-    is cut at MAX_TEXT_CHARS characters.
+    flow in, with `*` for any text; a chain of them without a position has not begun, and needs everything. `released`:
+    an operator released the target; it needs nothing any more. `stopped`: the reasons why chains have stopped, with the
+    remedies; each text is cut at MAX_TEXT_CHARS characters.
     """
 
     target: str
@@ -516,8 +517,11 @@ class TargetPositions:
         """
         if self.released:
             return None
-        is_listed = f"{chain.site}/{chain.feed}" in {*self.sources, *sources}
-        return self.positions.get(chain, first if is_listed else None)
+        if (position := self.positions.get(chain)) is not None:
+            return position
+        feed, listed = f"{chain.site}/{chain.feed}", {*self.sources, *sources}
+        is_listed = feed in listed or any("*" in each and name_matches(each, feed) for each in listed)
+        return first if is_listed else None
 
     def to_json(self) -> bytes:
         positions = {str(chain): at for chain, at in self.positions.items()}

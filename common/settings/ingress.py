@@ -1,7 +1,8 @@
 """Settings of ingress: the chains that flow into each target stream."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
@@ -9,7 +10,7 @@ from pydantic import AfterValidator
 from common.settings import types as t
 from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
 from common.settings.types import Section, find_repeated, merge_entries, needed, option
-from common.subjects import TransformError, compile_transform
+from common.subjects import TransformError, compile_transform, covers, name_matches
 
 _PREFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
 _CHAIN_FIELD = re.compile(r"\{(site|feed|incarnation|partition)\}")
@@ -79,13 +80,18 @@ class SubjectTransformSettings(Section):
 
 
 class SourceSettings(StartSettings):
-    """Chains that may flow into a target: those of any of `site` with any of `feed`."""
+    """Chains that may flow into a target: those of any of `site` with any of `feed`. `*` in either stands for any text:
+    the feeds of the store that match are taken at first sight.
+    """
 
-    site: Annotated[tuple[Annotated[t.SiteName, t.Required], ...], t.OneOrMore, t.Required] = needed(
-        "the site, or a list"
+    site: Annotated[tuple[Annotated[t.SitePattern, t.Required], ...], t.OneOrMore, t.Required] = needed(
+        "the site, or a list; `*` for any text"
     )
-    feed: Annotated[tuple[Annotated[t.StreamName, t.Required], ...], t.OneOrMore, t.Required] = needed(
-        "the feed, or a list"
+    feed: Annotated[tuple[Annotated[t.StreamPattern, t.Required], ...], t.OneOrMore, t.Required] = needed(
+        "the feed, or a list; `*` for any text"
+    )
+    max_sites: Annotated[t.Whole, t.Range(1)] = option(
+        10000, "with `*`: feeds of further sites are named, and not delivered"
     )
     subject_prefix: Annotated[
         t.Text, t.matching(_PREFIX, "the first tokens of a subject, without wildcards"), AfterValidator(_check_fields)
@@ -105,7 +111,9 @@ class SourceSettings(StartSettings):
         option((), "headers of the source's publishers, such as Nats-TTL, that also act at the target")
     )
     max_chains: Annotated[t.Whole, t.Range(1)] = option(
-        4096, "a feed of a site stops if it has more chains than this that are not delivered to their end"
+        4096,
+        "a feed of a site stops if it has more chains than this that are not delivered to their end; with `*`, a site "
+        "has at most so many feeds",
     )
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
@@ -123,8 +131,10 @@ class SourceSettings(StartSettings):
         return _CHAIN_FIELD.sub(lambda found: str(fields[found[1]]), self.subject_prefix)
 
     def prefix_patterns(self) -> tuple[str, ...]:
-        """Return the prefixes of all its chains, with `*` for a token that contains an incarnation or a partition."""
-        found = (self.prefix_of(site, feed, "*", "*") for site, feed in self.site_feed_pairs())
+        """Return the prefixes of all its chains, with `*` for a token that contains an incarnation, a partition or a
+        pattern.
+        """
+        found = (self.prefix_of(site, feed, "*", "*") for site, feed in product(self.site, self.feed))
         return tuple(dict.fromkeys(".".join("*" if "*" in each else each for each in p.split(".")) for p in found))
 
     @property
@@ -133,7 +143,16 @@ class SourceSettings(StartSettings):
         return frozenset(name.lower().encode() for name in self.control_headers)
 
     def site_feed_pairs(self) -> list[tuple[str, str]]:
-        return [(site, feed) for site in self.site for feed in self.feed]
+        """Return the feeds that it names, without patterns."""
+        return [pair for pair in product(self.site, self.feed) if "*" not in "".join(pair)]
+
+    @property
+    def is_pattern(self) -> bool:
+        return any("*" in name for name in (*self.site, *self.feed))
+
+    def matches(self, site: str, feed: str) -> bool:
+        """True if it names the feed, or if its patterns match it."""
+        return any(name_matches(each, site) for each in self.site) and any(name_matches(e, feed) for e in self.feed)
 
 
 class TargetSettings(Section):
@@ -159,7 +178,30 @@ class TargetSettings(Section):
 
     @property
     def feed_sources(self) -> dict[tuple[str, str], SourceSettings]:
+        """The feeds that an entry names, each with that entry; they win over patterns."""
         return {pair: source for source in self.sources for pair in source.site_feed_pairs()}
+
+    @property
+    def source_names(self) -> frozenset[str]:
+        """The feeds that may flow in, as `site/feed`, patterns included."""
+        return frozenset("/".join(pair) for source in self.sources for pair in product(source.site, source.feed))
+
+    @property
+    def patterns(self) -> dict[int, SourceSettings]:
+        """The entries with patterns, by their numbers."""
+        return {number: source for number, source in enumerate(self.sources) if source.is_pattern}
+
+    def matched_feeds(self, feeds: Collection[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:
+        """Return those of `feeds` that no entry names and that patterns match, each with the numbers of these entries:
+        a feed with several is refused.
+        """
+        named, patterns = self.feed_sources, self.patterns
+        found = {feed: [n for n, each in patterns.items() if each.matches(*feed)] for feed in {*feeds} - named.keys()}
+        return {feed: numbers for feed, numbers in sorted(found.items()) if numbers}
+
+    def listed_feeds(self, feeds: Collection[tuple[str, str]]) -> set[tuple[str, str]]:
+        """Return the feeds that an entry names, and those of `feeds` that patterns match."""
+        return self.feed_sources.keys() | self.matched_feeds(feeds).keys()
 
     def subjects_to_create(self) -> tuple[str, ...]:
         """Return the subjects of the stream when it is created; empty without `create`."""
@@ -167,7 +209,10 @@ class TargetSettings(Section):
             return ()
         given = (prefix for source in self.sources for prefix in source.prefix_patterns())
         prefixes = dict.fromkeys(prefix.rstrip(".") for prefix in given)
-        return self.create.subjects or tuple(f"{prefix}.>" for prefix in prefixes if prefix)
+        made = [f"{prefix}.>" for prefix in prefixes if prefix]
+        wide = [subject for subject in made if "*" in subject]  # they must not overlap others
+        apart = (each for each in made if not any(covers(other, each) for other in wide if other != each))
+        return self.create.subjects or tuple(apart)
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         if self.delivery == "exactly_once" and not self.exclusive:

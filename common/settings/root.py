@@ -301,8 +301,10 @@ class Settings(Section):
         if set(ours.url).isdisjoint(theirs.url):
             return
         for index, target in enumerate(self.ingress.targets):
+            names = {target.stream, *(each.name for each in self.egress.feeds)}
+            own = [name for name in names if self._stream_of((self.site, name)) == target.stream]
             for number, source in enumerate(target.sources):
-                if any(self._stream_of(pair) == target.stream for pair in source.site_feed_pairs()):
+                if any(source.matches(self.site, name) for name in own):
                     key = f"ingress.targets.{index}.sources.{number}"
                     reason = f"expected a stream other than the target, found {target.stream} archived by egress"
                     yield key, reason

@@ -321,6 +321,11 @@ StreamPattern = Annotated[
     ),
     TypeName("name"),
 ]
+SitePattern = Annotated[
+    Text,
+    matching(re.compile(r"[A-Za-z0-9*][A-Za-z0-9_*-]{0,62}"), "1 to 63 of A-Z a-z 0-9 _ - and *, the first not _ or -"),
+    TypeName("name"),
+]
 BucketName = Annotated[Text, matching(_BUCKET, "1 to 64 of A-Z a-z 0-9 _ -"), TypeName("name")]
 Subject = Annotated[Text, matching(_SUBJECT, "a subject without wildcards and empty tokens"), TypeName("subject")]
 SubjectFilter = Annotated[

@@ -1,7 +1,7 @@
 """The state of one chain on its way into a target, and the registry of all chains of the target."""
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -17,6 +17,7 @@ from common.logs import get_logger
 from common.sequences import SequenceRange, Stretch
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import errors
+from ingress.chains.patterns import PatternSources
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.chains.search import SearchState
 from ingress.rows.decoder import IncompleteFill
@@ -299,10 +300,12 @@ class _Feed:
 
 
 class ChainRegistry:
-    """The chains of one target. `sources` of the configuration is an allow-list: no other chain is added.
+    """The chains of one target. `sources` of the configuration is an allow-list: no other chain is added. `patterns`:
+    the feeds that its patterns have taken.
 
     `positions`: the next sequence of each chain, as stored; None until they are known. `limits`: the limits that rows
     are prepared for; `read_limits`: reads them from the target again (None: the limits never change).
+    `on_known_positions`: called once they are known.
 
     The cost of a change does not grow with the chains of other feeds: a hostile site may have thousands of them.
     """
@@ -310,7 +313,8 @@ class ChainRegistry:
     def __init__(self, settings: TargetSettings, limits: TargetLimits, read_limits: ReadLimits | None = None) -> None:
         self._settings, self.target = settings, settings.stream
         self.limits, self._read_limits = limits, read_limits
-        self._sources = {pair: source for source in settings.sources for pair in source.site_feed_pairs()}
+        self._sources, self.patterns = settings.feed_sources, PatternSources(settings)
+        self.on_known_positions: Callable[[], None] = lambda: None
         self._positions: Mapping[Chain, int] | None = None
         self._last_begun_by_feed: dict[FeedId, int] | None = None
         self._states: dict[Chain, ChainState] = {}
@@ -345,9 +349,19 @@ class ChainRegistry:
     def pairs(self) -> list[tuple[str, str]]:
         return list(self._sources)
 
+    def take_feeds(self, feeds: Collection[FeedId]) -> list[FeedId]:
+        """Let patterns take feeds of the store, once the positions are known; return those that are new."""
+        new = {} if self._positions is None else self.patterns.take(feeds, self._positions)
+        self._sources |= new
+        return [*new]
+
     def preparer(self, chain: Chain) -> Preparer:
         """Return a preparer for the chain's rows. Raises ConfigError for a chain that is not in `sources`."""
-        if (source := self._sources.get((chain.site, chain.feed))) is None:
+        pair = chain.site, chain.feed
+        if (source := self._sources.get(pair)) is None:  # an open intent is read before discovery
+            numbers = self._settings.matched_feeds([pair]).get(pair, [])
+            source = self._settings.sources[numbers[0]] if len(numbers) == 1 else None
+        if source is None:
             text = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
             act = "the open intent holds rows of it: list it until that is closed; or drop the rest of the intent"
             raise ConfigError(text, hint=choices((act, checkpoint_command(self.target, "--accept"))), code="E-SOURCES")
@@ -417,6 +431,8 @@ class ChainRegistry:
             state.archived = end
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
+        if self._positions is None:
+            self.on_known_positions()
         self.positions, self._last_begun_by_feed = positions, None
         known = [*self._states, *(chain for feed in self._feeds.values() for chain in feed.refused)]
         self._states, self._feeds, self._unended, self._waiting = {}, {}, {}, set()

@@ -15,6 +15,7 @@ import math
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from weakref import WeakSet
 
 from common.archive.documents import ChainStore, KnownTail
@@ -114,6 +115,7 @@ class Discovery:
         self._tails_listed = 0  # by the last poll
         self._polled: frozenset[FeedId] = frozenset()  # the feeds of which the last poll listed the tails
         self._unread: set[Chain] = set()  # chains with a tail that is to be read
+        self._offered = WeakSet[Prefetcher]()  # targets with patterns that have seen the tails of a poll
         self._recalled = WeakSet[Prefetcher]()  # targets of which the recorded tails were read
         self._unrecorded: set[FeedId] = set()  # feeds with tails that were read since the last record
         self._recorded_at = float("-inf")
@@ -131,14 +133,39 @@ class Discovery:
 
     def add(self, target: Prefetcher) -> None:
         self.targets.append(target)
-        for pair in (pairs := {*target.pairs()}):
+        self._assign(target, {*target.pairs()})
+        if target.chains.patterns:
+            target.chains.on_known_positions = partial(self._poll_again, target)
+        self.poll_due.set()  # which makes the listing of chains due, if it finds that feeds are new
+        self._heartbeats_due.set()
+
+    def _poll_again(self, target: Prefetcher) -> None:
+        self._recalled.discard(target)
+        self.poll_due.set()
+
+    def _assign(self, target: Prefetcher, pairs: Collection[FeedId]) -> None:
+        for pair in pairs:
             self._targets_by_pair.setdefault(pair, []).append(target)
-        self._pairs |= pairs
+        self._pairs |= {*pairs}
         # An earlier attempt may have ended before it delivered what a heartbeat named.
         self._followed = {c: found for c, found in self._followed.items() if (c.site, c.feed) not in pairs}
         self._notify_targets((chain for chain in self._known if (chain.site, chain.feed) in pairs), [target])
-        self.poll_due.set()  # which makes the listing of chains due, if it finds that feeds are new
-        self._heartbeats_due.set()
+
+    def _offer(self, chains: Iterable[Chain], targets: Iterable[Prefetcher]) -> None:
+        """Let the patterns of `targets` take the feeds of these chains, which are in the store."""
+        feeds = {(chain.site, chain.feed) for chain in chains} if (targets := [*targets]) else frozenset[FeedId]()
+        for target in targets:
+            try:
+                taken = target.chains.take_feeds(feeds)
+            except Exception as error:  # it ends this target, and no other
+                target.record_error(error)
+                continue
+            if taken:
+                self._assign(target, {*taken})
+                # Found by the tails: only of the first ones all documents are listed at once.
+                self._polled |= {*taken} if target in self._offered else frozenset()
+            if target.chains.positions is not None:
+                self._offered.add(target)
 
     def remove(self, target: Prefetcher) -> None:
         self.targets.remove(target)
@@ -150,7 +177,12 @@ class Discovery:
 
     def wake(self, chains: Iterable[Chain]) -> bool:
         """Check these chains at once. Return True if any of them may flow into a target of this process."""
-        wanted = [chain for chain in chains if (chain.site, chain.feed) in self._pairs]
+        offered = [target.chains.patterns for target in self.targets if target in self._offered]
+        wanted = [
+            chain
+            for chain in chains
+            if (pair := (chain.site, chain.feed)) in self._pairs or any(each.may_take(pair) for each in offered)
+        ]
         for chain in wanted:
             if chain in self._known:
                 self._notified.add(chain)
@@ -248,6 +280,7 @@ class Discovery:
             if end is None:  # an invalid tail says nothing
                 self.wake([chain])
 
+        self._offer(etags, [target for target in self.targets if target.chains.patterns])
         pairs = self._pairs  # targets may be added from here on
         wanted = {chain for chain in etags if (chain.site, chain.feed) in pairs}
         gone = sorted(chain for chain in self._etags if (chain.site, chain.feed) in pairs and chain not in etags)
@@ -327,10 +360,13 @@ class Discovery:
             async with gate:
                 return await self._threads.run(self._documents.chains, site, feed)
 
-        is_whole = len(pairs) > MAX_FEED_LISTINGS + self._tails_listed * DOCUMENTS_PER_CHAIN // 1000
+        offered = [target for target in self.targets if target in self._offered]
+        is_whole = bool(offered) or len(pairs) > MAX_FEED_LISTINGS + self._tails_listed * DOCUMENTS_PER_CHAIN // 1000
         reads = [read(None, None)] if is_whole else [read(site, feed) for site, feed in sorted(pairs)]
         answers = await asyncio.gather(*reads, return_exceptions=True)
         found = [chain for answer in answers if not isinstance(answer, BaseException) for chain in answer]
+        self._offer(found, offered)
+        pairs = self._pairs & self._polled if offered else pairs
         found = [chain for chain in found if (chain.site, chain.feed) in pairs]
         await self._add_chains(chain for chain in found if chain not in self._unread)
         for failed in (answer for answer in answers if isinstance(answer, BaseException)):
@@ -361,7 +397,9 @@ class Discovery:
             for chain in notified:
                 wake(chain)
         exist = await asyncio.gather(*(self._exists(chain) for chain in new))
-        await self._add_chains(chain for chain, is_there in zip(new, exist, strict=True) if is_there)
+        found = [chain for chain, is_there in zip(new, exist, strict=True) if is_there]
+        self._offer(found, [target for target in self.targets if target in self._offered])
+        await self._add_chains(chain for chain in found if (chain.site, chain.feed) in self._pairs)
 
     async def _exists(self, chain: Chain) -> bool:
         key = self._documents.layout.chain_document(chain)

@@ -141,8 +141,9 @@ class CheckpointEditor:
 
     async def forget_unlisted(self) -> CheckpointPlan:
         known = await self.known()
-        listed = self._settings.feed_sources.keys()
-        return CheckpointPlan(known, corrections.forget_unlisted(self._state(known), listed))
+        state = self._state(known)
+        listed = self._settings.listed_feeds({(chain.site, chain.feed) for chain in state.checkpoint.positions})
+        return CheckpointPlan(known, corrections.forget_unlisted(state, listed))
 
     def _state(self, known: ReadState) -> TargetState:
         if known.state is None:

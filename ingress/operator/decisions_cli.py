@@ -95,10 +95,11 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
     """
     found: dict[Chain, int | None] = {}
     for target in settings.ingress.targets:
-        sources, state = target.feed_sources, states.get(target.stream)
+        listed = target.listed_feeds({(chain.site, chain.feed) for chain in chains})
+        state = states.get(target.stream)
         positions = state.checkpoint.positions if state else {}
         for chain in chains:
-            if (chain.site, chain.feed) in sources:
+            if (chain.site, chain.feed) in listed:
                 at = positions.get(chain)
                 before = found.get(chain, at)
                 found[chain] = None if at is None or before is None else min(at, before)
@@ -255,12 +256,14 @@ async def _decide(
     """Return the chain that was meant, and the pauses now. Raises UsageError if a decision that `is_new` names a chain
     that does not flow into the target; an old one may name a chain that once did.
     """
+    from ingress.operator.correct import find_target
+
     async with _store(config, target) as (settings, store):
         paused, known_chains = (await store.read()).paused, await store.known_chains()
         chain = await asyncio.to_thread(selector.resolve, settings, paused, known_chains)
         if is_new and chain not in known_chains:
-            pairs = {pair for each in settings.ingress.targets if each.stream == target for pair in each.feed_sources}
-            if (chain.site, chain.feed) not in pairs:
+            pair, into = (chain.site, chain.feed), find_target(settings, target)
+            if pair not in (pairs := into.listed_feeds([pair])):
                 there = suggestion(f"{chain.site}/{chain.feed}", map("/".join, pairs))
                 raise UsageError(f"{chain}: expected a chain that flows into {target}, found another", hint=there)
             if chain not in await asyncio.to_thread(open_chains(settings).chains, chain.site, chain.feed):

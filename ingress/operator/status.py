@@ -40,6 +40,8 @@ from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings
 from common.settings.types import StyledCell, duration_words
+from common.subjects import name_matches
+from ingress.chains.patterns import plan_sources
 from ingress.chains.pauses import PauseStore
 from ingress.chains.plan import Phase
 from ingress.chains.search import OpenedPlan, plan_from_contents
@@ -54,6 +56,7 @@ log = get_logger(__name__)
 
 
 MAX_FOREIGN_KEYS = 10_000  # keys that are searched for foreign ones: about 10 requests
+MAX_UNTAKEN_ROWS = 100  # of one target: feeds that match and are not delivered
 PARALLEL_CHAINS = 16  # chains that are read at the same time: as many connections are kept open
 HEARTBEATS_PER_CALL = 16  # read by one thread, one after the other: a change of threads costs as much as a read
 READ_ATTEMPTS = 3  # attempts to read a target that a running service changes meanwhile
@@ -216,14 +219,17 @@ class ArchiveReader:
         targets = [*targets]
         tails, heartbeats, stored = await asyncio.gather(
             self._threads.run(self._documents.list_tails),
-            self._heartbeats({site for each in targets for site, _ in each.feed_sources}),
+            self._heartbeats([source for target in targets for source in target.sources]),
             asyncio.gather(*(self._reported_positions(target.stream) for target in targets)),
         )
         archived, reported = _by_feed(tails), _by_feed(heartbeats)
         wanted: list[Observation | Coroutine[Any, Any, Observation]] = []
         for target, ingress in zip(targets, stored, strict=True):
-            name, status, sources = target.stream, statuses[target.stream], target.feed_sources
+            name, status = target.stream, statuses[target.stream]
             positions = status.state.checkpoint.positions if status.state else {}
+            begun_feeds = _by_feed(positions).keys()
+            plan = plan_sources(target, archived.keys(), begun_feeds)
+            sources = {**target.feed_sources, **plan.taken}
             chains = {chain for pair in sources for chain in archived.get(pair, ())} | {*positions}
             egress = by_incarnation(chains, {c: heartbeats[c] for pair in sources for c in reported.get(pair, ())})
             chains |= egress.keys()
@@ -236,6 +242,11 @@ class ArchiveReader:
                 there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
                 reason = f"nothing of this feed is archived; {there}"
                 wanted.append(known(chain=Chain(site, feed), state="missing", why=reason))
+            chains -= {chain for chain in chains if (chain.site, chain.feed) in plan.untaken}
+            more = len(plan.untaken) - MAX_UNTAKEN_ROWS
+            for untaken, reason in sorted(plan.untaken.items())[:MAX_UNTAKEN_ROWS]:
+                why = f"{reason}; {more} more feeds are not delivered" if more > 0 else reason
+                wanted.append(known(chain=Chain(*untaken), state="stopped", why=why))
             for chain in sorted(chains):
                 written = tails[chain].modified if chain in tails else None
                 each = known(
@@ -256,11 +267,14 @@ class ArchiveReader:
         reads = iter(await asyncio.gather(*(each for each in wanted if not isinstance(each, Observation))))
         return [each if isinstance(each, Observation) else next(reads) for each in wanted]
 
-    async def _heartbeats(self, sites: Collection[str]) -> dict[Chain, StoredHeartbeat]:
+    async def _heartbeats(self, sources: Collection[SourceSettings]) -> dict[Chain, StoredHeartbeat]:
         layout, now = self._documents.layout, self._clock.now()
+        sites = {site for source in sources for site in source.site}
+        wide = [site for site in sites if "*" in site]
         try:
             listed = await self._threads.run(self._documents.list_heartbeats)
-            infos = [info for info in listed if (layout.parse_heartbeat(info.key) or ("",))[0] in sites]
+            named = ((info, (layout.parse_heartbeat(info.key) or ("",))[0]) for info in listed)
+            infos = [info for info, site in named if site in sites or any(name_matches(each, site) for each in wide)]
             parts = (infos[at : at + HEARTBEATS_PER_CALL] for at in range(0, len(infos), HEARTBEATS_PER_CALL))
             found = await asyncio.gather(*(self._threads.run(self._read_heartbeats, part) for part in parts))
         except Refused as error:
@@ -391,7 +405,7 @@ def kept_rows(documents: ChainStore, targets: Iterable[TargetSettings]) -> list[
     """List the data that retention keeps for each target that has stored positions or is in the configuration: by
     chain, the first sequence to keep; without a chain, everything. Blocking; raises as the store does.
     """
-    sources = {each.stream: [f"{site}/{feed}" for site, feed in each.feed_sources] for each in targets}
+    sources = {each.stream: each.source_names for each in targets}
     chains, rows = documents.chains(), list[dict[str, Any]]()
     for target in sorted({*documents.targets_with_positions(), *sources}):
         row: dict[str, Any] = {"target": target, "said": None, "chain": None, "from": None, "why": None}

@@ -9,7 +9,7 @@ replaced, so one bad row in it would stop every chain of the target.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pyarrow as pa
@@ -75,16 +75,17 @@ def rule_of(source: SourceSettings, chain: Chain) -> Rule:
 def patterns_of(source: SourceSettings) -> list[str] | None:
     """Return filters that together match every subject of the source's chains; None if they are not known.
 
-    A removed text may touch the number of an incarnation or a partition: then they are not known.
+    A removed text may touch the number of an incarnation or a partition, or a name: then they are not known.
     """
     if source.subject_transform.source:
         wanted = source.subject_transform
         made = compile_transform(wanted.source, wanted.destination).pattern
         return None if made is None else [made]
-    has_digit = re.search(r"\d", source.subject_remove) is not None
-    if has_digit and any("*" in prefix.split(".") for prefix in source.prefix_patterns()):
+    may_touch = re.search(r"\d", source.subject_remove) or (source.subject_remove and source.is_pattern)
+    if may_touch and any("*" in prefix.split(".") for prefix in source.prefix_patterns()):
         return None
-    if any(rule_of(source, Chain(*pair)).pattern is None for pair in source.site_feed_pairs()):
+    prefixes = {source.prefix_of(*pair, 0, 0).encode() for pair in product(source.site, source.feed)}
+    if any(SubjectRule(prefix, source.subject_remove.encode()).pattern is None for prefix in prefixes):
         return None
     return [f"{prefix}.>".replace("..", ".") for prefix in source.prefix_patterns()]
 

@@ -40,7 +40,7 @@ SITE, FEED = "us-east", "NODES"
 class Target:
     """A listener that records its calls."""
 
-    name = "FLEET"
+    name, chains = "FLEET", SimpleNamespace(patterns=())
 
     def __init__(self) -> None:
         self.found_, self.woken, self.ticks = list[tuple[Chain, int | None]](), list[Chain](), 0
@@ -397,7 +397,8 @@ def test_each_chain_is_listed_within_its_interval_and_not_too_many_at_once() -> 
         assert longest <= (3 * 86_400 if is_full else 6 * 3600) + 1800
 
 
-async def test_a_first_look_takes_five_requests_and_a_restart_a_fifth_of_one(archive: Archive) -> None:
+@pytest.mark.parametrize("source", [{}, {"site": "*", "feed": "N*"}])
+async def test_a_first_look_takes_five_requests_and_a_restart_a_fifth_of_one(archive: Archive, source: Any) -> None:
     chains = [Chain(site, "NODES", 0, number) for site in ("big", "s1") for number in range(50)]
     for chain in chains:
         archive.put(rows_of(1, 10, chain), chain=chain)
@@ -405,7 +406,7 @@ async def test_a_first_look_takes_five_requests_and_a_restart_a_fifth_of_one(arc
     stored: dict[Chain, int] = {}
     for allowed in (5 * len(chains), len(chains) // 5):
         objects.calls.clear()
-        centre, threads, clock = Centre(archive), ThreadPool("look", 4), ManualClock(1_700_005_000)
+        centre, threads, clock = Centre(archive, **source), ThreadPool("look", 4), ManualClock(1_700_005_000)
         discovery = Discovery(archive.documents, threads, clock, Health(clock), 10.0)
         centre.stored = stored
         async with centre.running():

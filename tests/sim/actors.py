@@ -116,7 +116,7 @@ def compaction(
     def once() -> None:
         store = SegmentStore(objects, Layout(settings.store.prefix), spool_dir=folder)
         chosen = settings.compaction
-        sources = {e.stream: frozenset(f"{s}/{f}" for s, f in e.feed_sources) for e in settings.ingress.targets}
+        sources = {e.stream: e.source_names for e in settings.ingress.targets}
         retention = Retention(store, lambda _site, _feed: rule, sources)
         try:
             run = Compaction(store, chosen.levels, chosen.delete_grace, LocalRunner(store), prove_deletions=True)

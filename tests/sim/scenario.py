@@ -125,7 +125,7 @@ class Scenario:
         feeds = [*([feed] if site == SITE else ()), *company.of_site(site, segment)]
         if self.account is not None and site == SITE:
             feeds.append({"streams": PATTERN, "segment": segment})
-            sources += [{"site": SITE, "feed": name, "subject_prefix": PREFIX} for name in self.account.names]
+            sources.append({"site": f"{SITE}*", "feed": PATTERN, "subject_prefix": PREFIX})
         ingress = {"lease_ttl": "10s", "targets": [target], "requests_per_second": company.rate}
         nats = {"url": f"nats://127.0.0.1:{company.servers[site].port}"}
         document = {"site": site, "store": {"url": "file:///nowhere"}, "spool_dir": str(folder), "nats": nats}

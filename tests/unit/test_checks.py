@@ -193,6 +193,7 @@ def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = ()
         (ingress(problems=("store: away",)), WARNING, "not ready: store: away"),
         (ingress(source={"state": "stopped", "code": "E-FORKED"}), CRITICAL, "at its site: E-FORKED"),
         (ingress(source={"state": "reading", "code": ""}), OK, "3 s behind"),
+        (ingress({"untaken_feeds": 2, "untaken": ["a/B: x"]}), CRITICAL, "target FLEET: 2 feeds not delivered: a/B: x"),
     ],
 )
 def test_ingress(document: dict[str, Any], state: CheckState, shown: str) -> None:

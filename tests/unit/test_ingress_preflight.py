@@ -129,6 +129,8 @@ TO_A = {"source": "nodes.>", "destination": "a.>"}
     [
         ([source(site=["us-east", "eu-west"], subject_prefix="fleet", **ROLLUP)], [0]),
         ([source(site=["us-east", "eu-west"], subject_prefix="fleet.{feed}.{site}", **ROLLUP)], []),
+        ([source(site="*", subject_prefix="fleet", **ROLLUP)], [0]),
+        ([source(site="*", subject_prefix="fleet.{site}", **ROLLUP)], []),
         ([source(site=["us-east", "eu-west"], feed=["NODES", "LOGS"], subject_prefix="f.{site}", **ROLLUP)], []),
         ([source(site=["us-east", "eu-west"], subject_prefix="fleet")], []),
         ([source(**ROLLUP), source(site="eu-west", subject_prefix="eu")], [0]),
