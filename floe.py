@@ -48,6 +48,7 @@ COMMANDS = {
     "completion": Entry("common.about:completion", "Print the completion code for a shell."),
     "doctor": Entry("common.doctor_cli:doctor", "Examine store, NATS, Spark and disk, and name remedies."),
     "config": Entry("common.config_cli:config", "Check a configuration."),
+    "site": Entry("infra.cli:site", "Make the files of a new site."),
     "emulate": Entry("infra.cli:emulate", "Publish messages as a fleet of nodes would."),
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
 }

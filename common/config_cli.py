@@ -13,7 +13,7 @@ from common.errors import ConfigError, FloeError, Refused, UsageError
 from common.settings.types import format_count
 
 if TYPE_CHECKING:
-    from common.migration.write import Imported, ImportedFile
+    from common.migration.write import Imported
     from common.settings.loader import ConfigDocument
 
 #: Loaders of functions that only one role has: `contradictions` of `floe.ROLE_CHECKS`.
@@ -145,7 +145,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
         print_json({"file": file, "ok": False, "problems": _problem_rows(error)})
         return ConfigError.exit_code
     if out_dir is not None:
-        _write(imported.files, Path(out_dir))
+        write_files({each.name: each.text for each in imported.files}, Path(out_dir), "--out-dir")
     if as_json:
         print_json(_imported_json(file, imported))
     elif out_dir is None:
@@ -155,16 +155,16 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
     return 0
 
 
-def _write(files: tuple[ImportedFile, ...], folder: Path) -> None:
-    """Write all files, or none if one of them exists already."""
-    there = [str(folder / each.name) for each in files if (folder / each.name).exists()]
+def write_files(files: Mapping[str, str], folder: Path, option: str) -> None:
+    """Write all files, or none if one of them exists already. `option`: that names the folder."""
+    there = [str(folder / name) for name in files if (folder / name).exists()]
     if there:
-        raise UsageError(f"{there[0]}: expected no such file, found one", hint="choose another --out-dir")
+        raise UsageError(f"{there[0]}: expected no such file, found one", hint=f"choose another {option}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for each in files:
-            with (folder / each.name).open("x", encoding="utf-8") as made:
-                made.write(each.text)
+        for name, text in files.items():
+            with (folder / name).open("x", encoding="utf-8") as made:
+                made.write(text)
     except OSError as error:
         raise Refused(f"{folder}: cannot be written: {error.strerror}", code="E-OS") from error
 

@@ -1,4 +1,4 @@
-"""The commands that surround Floe: `floe emulate` and `floe demo`."""
+"""The commands that surround Floe: `floe emulate`, `floe demo` and `floe site add`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import random
 import signal
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from common.cli import Duration, Size, json_option, print_json, run_command
+from common.chain import Chain
+from common.cli import Duration, Size, config_command, json_option, print_json, run_command
 from common.clock import SystemClock
 from common.errors import UsageError
 
@@ -123,6 +125,49 @@ async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_jso
             result = await _until_terminated(run_demo(load, view, clock, keep=keep))
         click.echo(f"\n{result.comparison().summary()}")
     return 0 if result.is_ok else 1
+
+
+@click.group()
+def site() -> None:
+    """Prepare sites."""
+
+
+@site.command()
+@click.argument("name")
+@click.option("--feeds", default="*", show_default=True, help="Streams, with commas between; `*` for any text.")
+@click.option("--output", metavar="DIR", help="Write the files into this folder; none of them may exist yet.")
+@config_command
+def add(config: str, name: str, feeds: str, output: str | None, as_json: bool) -> None:
+    """Print the files of a new site: configuration of egress, rights in NATS, and policy for the bucket.
+
+    The bucket is that of the configuration of the centre. Nothing is changed there: add the policy to the bucket and
+    the permissions to nats-server, each for a user of the site alone. A line names the feeds that no target takes.
+
+    \b
+    Example: floe site add eu-west --feeds "NODES,KV_*" -c central.yaml --output eu-west
+    """
+    from common.config_cli import write_files
+    from common.open import load_settings
+    from infra.rights import site_files
+
+    settings, streams = load_settings(config, quiet=True), [*dict.fromkeys(feeds.split(","))]
+    try:
+        for each in streams:
+            Chain(name, each.replace("*", "x"))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    files = site_files(settings, name, streams)
+    if output is not None:
+        write_files(files, Path(output), "--output")
+    if as_json:
+        print_json({"site": name, "files": files})
+    else:
+        texts = (f"# {file}\n{text}" for file, text in files.items())
+        click.echo("\n".join(str(Path(output, file)) for file in files) if output else "\n".join(texts))
+    pairs = [(name, each) for each in streams if "*" not in each]
+    taken = {pair for target in settings.ingress.targets for pair in target.listed_feeds(pairs)}
+    if missing := ["/".join(pair) for pair in pairs if pair not in taken]:
+        click.echo(f"in no `sources` of {config}: {', '.join(missing)}", err=True)
 
 
 def _seed(given: int | None) -> int:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from common.settings.root import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +273,14 @@ COMMANDS_WITHOUT_ROLE = {
     "docs/reports.md names its rights, which depend on where it writes": ("report",),
     "docs/advisories.md names its rights, on the stream of advisories alone": ("advisories",),
     "it makes what it needs": ("demo", "emulate"),
-    "it connects to nothing": ("config import-stream-replicator", "version", "completion"),
+    "it connects to nothing": ("config import-stream-replicator", "site add", "version", "completion"),
 }
 
 
-def nats_conf(role: RoleRights, names: RightsNames) -> str:
-    """Return permissions to include in a user of nats-server; conditional ones come last, with their reasons."""
+def nats_conf(role: RoleRights, *names: RightsNames) -> str:
+    """Return permissions to include in a user of nats-server; conditional ones come last, with their reasons. `names`:
+    several for several streams.
+    """
     lines = [f"# {role.name}: {role.command_list}", "permissions: {"]
     for word, is_subscribe in (("publish", False), ("subscribe", True)):
         lines.append(f"  {word}: {{ allow: [")
@@ -281,7 +288,8 @@ def nats_conf(role: RoleRights, names: RightsNames) -> str:
             (rule for rule in role.nats if rule.is_subscribe is is_subscribe), key=lambda rule: bool(rule.condition)
         ):
             lines += [f"    # {rule.condition}"] if rule.condition else []
-            lines += [f'    "{each}"' for each in dict.fromkeys(map(names.fill, rule.subjects))]
+            subjects = (each.fill(subject) for each in names for subject in rule.subjects)
+            lines += [f'    "{subject}"' for subject in dict.fromkeys(subjects)]
         lines.append("  ] }")
     return "\n".join([*lines, "}", ""])
 
@@ -305,6 +313,25 @@ def rights_files(names: RightsNames) -> Iterator[tuple[str, str]]:
             yield f"nats-{role.name}.conf", nats_conf(role, names)
         if role.s3:
             yield f"s3-{role.name}.json", json.dumps(s3_policy(role, names), indent=2) + "\n"
+
+
+def site_files(settings: Settings, site: str, streams: Sequence[str]) -> dict[str, str]:
+    """Return the name and the content of each file of a new site that archives `streams`, with `*` for any text, into
+    the bucket of `settings`, without its credentials.
+    """
+    scheme, _, bucket = settings.store.url.partition("://")
+    store = settings.store.model_dump(mode="json", exclude_unset=True, exclude={"access_key_id", "secret_access_key"})
+    wide = [each for each in streams if "*" in each]
+    feeds = [{"stream": each} for each in streams if each not in wide] + ([{"streams": wide}] if wide else [])
+    document = {"site": site, "nats": {"url": "nats://127.0.0.1:4222"}, "store": store, "egress": {"feeds": feeds}}
+    secrets = "# Add the credentials of this site, to `nats` and to `store`.\n"
+    files = {"site.yaml": secrets + yaml.safe_dump(document, sort_keys=False)}
+    names = [RightsNames(site=site, stream=each, bucket=bucket, prefix=settings.store.prefix) for each in streams]
+    role = next(each for each in ROLES if each.name == ("egress-account" if wide else "egress"))
+    files[f"nats-{role.name}.conf"] = nats_conf(role, *names)
+    if scheme == "s3":
+        files["s3-egress.json"] = json.dumps(s3_policy(EGRESS, names[0]), indent=2) + "\n"
+    return files
 
 
 _ANY = "*"

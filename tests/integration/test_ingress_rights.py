@@ -1,5 +1,6 @@
 """Each role at NATS with the rights of its file in infra/rights, and no others."""
 
+import json
 import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -9,11 +10,13 @@ from typing import Any
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from common.errors import Refused
 from common.nats.api import consumer_names, create_stream, next_message, stream_info
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue
+from common.open import load_settings
 from common.settings.service import NatsSettings
 from floe import cli
 from infra import rights
@@ -279,6 +282,29 @@ def test_the_files_and_the_page_are_those_of_the_table() -> None:
     assert {path.name: path.read_text() for path in RIGHTS.iterdir()} == files, "python -m infra.rights infra/rights"
     page = (RIGHTS.parents[1] / "docs" / "operations.md").read_text()
     assert update_page(page) == page, "see infra.rights.update_page"
+
+
+@pytest.mark.parametrize(
+    ("feeds", "role", "subject"),
+    [("NODES,LOGS", "egress", "CONSUMER.LIST.LOGS"), ("NODES,KV_*", "egress-account", "$JS.ACK.>")],
+)
+def test_the_files_of_a_new_site_are_those_of_the_table(tmp_path: Path, feeds: str, role: str, subject: str) -> None:
+    central, folder = tmp_path / "central.yaml", tmp_path / "site"
+    sources = "[{site: 'eu-*', feed: NODES, subject_prefix: f}]"
+    secret = "access_key_id: C, secret_access_key: S3CR3T"
+    central.write_text(f"store: {{url: s3://abc, {secret}}}\ningress: {{targets: [{{stream: F, sources: {sources}}}]}}")
+    words = ["site", "add", "eu-west", "--feeds", feeds, "-c", str(central)]
+    done = CliRunner().invoke(cli, [*words, "--json"])
+    files = json.loads(done.stdout)["files"]
+    assert [*files] == ["site.yaml", f"nats-{role}.conf", "s3-egress.json"]
+    assert (subject in files[f"nats-{role}.conf"], "S3CR3T" in done.output) == (True, False)
+    assert files["s3-egress.json"] == dict(rights_files(RightsNames("eu-west", bucket="abc")))["s3-egress.json"]
+    assert ("eu-west/LOGS" in done.stderr) == ("LOGS" in feeds)
+    assert CliRunner().invoke(cli, [*words, "--output", str(folder)]).exit_code == 0
+    written = load_settings(str(folder / "site.yaml"), quiet=True)
+    assert [each.label for each in written.egress.feeds_] == feeds.split(",")
+    assert "expected no such file" in CliRunner().invoke(cli, [*words, "--output", str(folder)]).stderr
+    assert "site 'a.b': expected" in CliRunner().invoke(cli, ["site", "add", "a.b", "-c", str(central)]).stderr
 
 
 def test_the_files_can_be_made_for_other_names(tmp_path: Path) -> None:
