@@ -54,7 +54,7 @@ ROLES = ("egress", "ingress", "compaction")
 CHECKS: Mapping[str, tuple[str, ...]] = {
     "store": (
         "connection", "list", "write", "read", "delete", "checksum", "conditional put", "concurrent put",
-        "list after write", "clock", "lifecycle", "versioning", "layout",
+        "list after write", "clock", "lifecycle", "versioning", "layout", "other sites",
     ),
     "nats": (
         "connection", "version", "jetstream", "domain", "rights", "buckets", "max_payload", "stream",
@@ -310,7 +310,7 @@ class _StoreProbes:
         self._layout, self._site = Layout(settings.store.prefix), settings.site
         self._chains: list[Chain] | None = None  # of the archive; None: not known
         self._may_write: bool | None = None  # None: not tried
-        self._may_delete = False
+        self._may_delete = self._has_conditions = False
         self._rules: list[LifecycleRule] | None = None  # None: not known
 
     def findings(self) -> Iterator[DoctorFinding]:
@@ -346,6 +346,8 @@ class _StoreProbes:
             yield "lifecycle", partial(self._lifecycle, self._objects)
             yield "versioning", partial(self._versioning, self._objects)
         yield "layout", self._layout_probe
+        if self._may_write and self._roles == {"egress"} and isinstance(self._objects, PolicyStore):
+            yield "other sites", self._other_sites
 
     def _run_probe(self, what: str, probe: Callable[[], DoctorFinding]) -> DoctorFinding:
         try:
@@ -455,6 +457,7 @@ class _StoreProbes:
             todo = "write from one host only; else use a file system with hard links, or S3"
             return warning("store", "conditional put", found, meaning, todo)
         if not ignored:
+            self._has_conditions = True
             return ok("store", "conditional put", "a condition that does not hold is refused")
         todo = f"set store.conditional_puts: no; {_SAME_NAME_REMEDY}"
         return warning("store", "conditional put", f"ignored: {', '.join(ignored)}", _CONDITIONS_MEANING, todo)
@@ -576,11 +579,24 @@ class _StoreProbes:
             return ok("store", "versioning", "on; old versions are deleted after a time")
         return ok("store", "versioning", "on; the bucket grows unless a rule NoncurrentVersionExpiration limits it")
 
+    def _other_sites(self) -> DoctorFinding:
+        """Put below a name that no site can have, on a condition that cannot hold: only the right is found out."""
+        key = f"{self._layout.root}site=-/doctor"
+        if not self._has_conditions:
+            return skipped("store", "other sites", "not tested: the store ignores conditions")
+        try:
+            self._objects.put_if_match(key, b"x", NO_ETAG)
+        except Refused:
+            return ok("store", "other sites", f"a put of {key} is refused")
+        meaning = "this credential can write segments of every site, so for the readers of the bucket it is any of them"
+        todo = f"none needed in a bucket of one site; else limit it to the keys of its site:\n{self._rights()}"
+        return warning("store", "other sites", f"may put {key}", meaning, todo)
+
     def _layout_probe(self) -> DoctorFinding:
         if self._chains is None:
             return skipped("store", "layout", f"{self._layout.tails_prefix()}* cannot be listed")
         sites = {chain.site for chain in self._chains}
-        wanted = {site for target in self._settings.ingress.targets for each in target.sources for site in each.site}
+        wanted = {site for target in self._settings.ingress.targets for site, _ in target.feed_sources}
         kind = "one bucket for several sites" if len(sites) > 1 else "one bucket of one site"
         found = f"{kind}: {', '.join(sorted(sites)[:MAX_SITES_SHOWN])}" if sites else "no chain is archived yet"
         if len(sites) > MAX_SITES_SHOWN:

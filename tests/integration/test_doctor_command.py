@@ -97,7 +97,8 @@ async def test_a_site_is_well_and_nothing_left(nats_url: str, client: FloeClient
     document["egress"] |= {"state_bucket": state, "lease_bucket": unique("L")}
     config = write(tmp_path, s3.store(bucket), {"url": nats_url}, **document)
     found = await examined(config, code=0)
-    assert states(found, "ok") == found.keys() - {"store versioning"}, found
+    assert states(found, "ok") == found.keys() - {"store versioning", "store other sites"}, found
+    assert found["store other sites"]["found"] == "may put data/site=-/doctor"
     wanted = {f"{part} {what}" for part in ("store", "disk") for what in CHECKS[part]}
     nats = ("connection", "version", "rights", "jetstream", "domain", "buckets", "max_payload", "stream", "durability")
     assert found.keys() == wanted | {f"nats {what}" for what in nats}
