@@ -194,19 +194,11 @@ def _nats_settings(config: str | None, server: tuple[str, ...]) -> NatsSettings:
 
 async def _until_terminated(running: Coroutine[Any, Any, T]) -> T:
     """Await `running`, and cancel it on SIGTERM as Ctrl-C does, so that it cleans up."""
-    task, loop = asyncio.ensure_future(running), asyncio.get_running_loop()
-    terminated = False
-
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = task.cancel()
-
-    loop.add_signal_handler(signal.SIGTERM, terminate)
+    task, outer = asyncio.ensure_future(running), asyncio.current_task()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         return await task
     except asyncio.CancelledError:
-        if terminated:
-            raise click.exceptions.Exit(128 + signal.SIGTERM) from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        if outer is not None and outer.cancelling():
+            raise
+        raise click.exceptions.Exit(128 + signal.SIGTERM) from None

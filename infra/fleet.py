@@ -2,12 +2,12 @@
 
 A document has the form of a Choria server's registration: `sender`, `timestamp`, agents, classes, facts
 and status. Everything in it is varied from the facts of one real machine, and is the same again for the same
-seed, node, turn and time. Nodes of one role and variant share their packages, mounts and processes, as
+seed, node, turn and time. Nodes of one role and variant share their packages and mounts, as
 machines of one role do; names, addresses, sizes and counters are each node's own. At intervals a node is
 upgraded: its variant, and with it the size of its document, changes.
 
-Facts are read from /proc, /sys, /etc and the package database. Facts that a system does not have are left out (an
-empty section), never invented. Command lines and environments are not read: they may hold secrets.
+Facts are read from /proc, /etc and the package database. Facts that a system does not have are left out (an
+empty section), never invented. Processes are not read: their command lines and environments may hold secrets.
 """
 
 import json
@@ -22,7 +22,6 @@ from pathlib import Path
 
 from common.errors import UsageError
 
-MAX_PROCESSES = 60
 MAX_PACKAGES = 1500
 MAX_MOUNTS = 40
 
@@ -36,8 +35,6 @@ class MachineFacts:
     cpu: dict[str, object]
     memory: dict[str, int]
     mounts: tuple[dict[str, object], ...]
-    interfaces: tuple[dict[str, object], ...]
-    processes: tuple[dict[str, object], ...]
     packages: dict[str, str]
 
 
@@ -49,8 +46,6 @@ def read_facts(root: Path = Path("/")) -> MachineFacts:
         cpu=_cpu(root),
         memory=_memory(root),
         mounts=tuple(_mounts(root)),
-        interfaces=tuple(_interfaces(root)),
-        processes=tuple(_processes(root)),
         packages=_installed(root),
     )
 
@@ -101,34 +96,6 @@ def _mounts(root: Path) -> Iterator[dict[str, object]]:
                 "options": options.split(","),
                 "size": state.f_blocks * state.f_frsize,
                 "available": state.f_bavail * state.f_frsize,
-            }
-
-
-def _interfaces(root: Path) -> Iterator[dict[str, object]]:
-    folder = root / "sys/class/net"
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
-        yield {
-            "name": entry.name,
-            "mac": _read_text(entry / "address").strip(),
-            "mtu": int(_read_text(entry / "mtu").strip() or 0),
-            "received": int(_read_text(entry / "statistics/rx_bytes").strip() or 0),
-            "sent": int(_read_text(entry / "statistics/tx_bytes").strip() or 0),
-        }
-
-
-def _processes(root: Path) -> Iterator[dict[str, object]]:
-    folder = root / "proc"
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    for pid in sorted(int(name) for name in names if name.isdigit())[:MAX_PROCESSES]:
-        status = _read_text(folder / str(pid) / "status")  # empty if the process ended in between
-        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        if "Name" in fields:
-            yield {
-                "pid": pid,
-                "name": fields["Name"],
-                "state": fields.get("State", "").split(" ")[0],
-                "threads": int(fields.get("Threads", "1")),
-                "resident": int(fields.get("VmRSS", "0").split()[0]) * 1024,
             }
 
 
@@ -196,7 +163,6 @@ class Fleet:
         self._bodies = [
             [_shared_body(facts, role, sizes.pick(rng), rng) for _ in range(VARIANTS_PER_ROLE)] for role in ROLES
         ]
-        self._processes = max(len(facts.processes), 1)
 
     def sender(self, node: int) -> str:
         """Return the host name of `node`, 0 to nodes-1."""
@@ -228,7 +194,7 @@ class Fleet:
             *divmod(load * 4 // 5 + 7, 100),
             *divmod(load * 3 // 5 + 11, 100),
             (turn_hash >> 9) % (8 * GIB),
-            self._processes + (turn_hash >> 5) % 40,
+            60 + (turn_hash >> 5) % 40,
             uptime * (own % 7 + 1) // 8,
             uptime * (own % 65536) + turn_hash % 1_000_000,
             uptime * (own % 32768) + turn_hash % 500_000,
@@ -260,10 +226,8 @@ def _facts(facts: MachineFacts, room: int, rng: random.Random) -> dict[str, obje
     """Return facts of about `room` bytes of JSON: first those that every machine has, then as many lists as fit."""
     chosen: dict[str, object] = {"os": facts.os, "kernel": facts.kernel, "cpu": facts.cpu}
     room -= len(json.dumps(chosen))
-    lists = {"interfaces": facts.interfaces, "mounts": facts.mounts, "processes": facts.processes}
-    for name, entries in lists.items():
-        chosen[name] = _sample_entries(entries, room // 4, rng)
-        room -= len(json.dumps(chosen[name]))
+    chosen["mounts"] = _sample_entries(facts.mounts, room // 2, rng)
+    room -= len(json.dumps(chosen["mounts"]))
     memory = {name: value * rng.randint(50, 150) // 100 for name, value in facts.memory.items()}
     if room > 2 * len(json.dumps(memory)):
         chosen["memory"] = memory
@@ -288,5 +252,5 @@ def _packages(facts: MachineFacts, count: int, rng: random.Random) -> dict[str, 
 
 
 def describe(facts: MachineFacts) -> str:
-    lists = f"{len(facts.mounts)} mounts, {len(facts.processes)} processes, {len(facts.packages)} packages"
+    lists = f"{len(facts.mounts)} mounts, {len(facts.packages)} packages"
     return f"{facts.os.get('pretty_name', facts.kernel['name'])}, {facts.cpu['count']} CPUs, {lists}"
