@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from ingress.recovery.plan import RestorePlan, RestoreRequest
 from ingress.recovery.restore import Restore, RestoreReport
 
 PARALLEL_RESTORES = 4  # each fills one stream, with four threads of its own
-EXISTS_CODE = "E-RESTORE-EXISTS"
+EXISTS_CODE, ELSEWHERE_CODE = "E-RESTORE-EXISTS", "E-RESTORE-ELSEWHERE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,7 @@ class SiteReport:
     def lines(self) -> Iterator[str]:
         for each in self.outcomes:
             yield from each.lines()
-        counts = defaultdict[str, int](int)
-        for each in self.outcomes:
-            counts[each.state] += 1
+        counts = Counter(each.state for each in self.outcomes)
         yield f"site {self.site}: " + (
             ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none"
         )
@@ -168,7 +166,9 @@ class WholeSiteRestore:
                 async with work.open_connection() as client:
                     report = await work.run(client, stop, confirmed)
             except FloeError as error:
-                self._note(self._refused(plan, error))
+                # Effects elsewhere count only for a stream that is still to be filled.
+                refused = (await work.check(plan))[1] if error.code == ELSEWHERE_CODE else None
+                self._note(self._refused(plan, refused or error))
                 return
             state = "differs" if report.exit_code else "restored"
             outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)
