@@ -398,7 +398,7 @@ async def print_checkpoints(settings: Settings, as_json: bool) -> None:
         print_table(kept, KEPT_COLUMNS)
 
 
-KEPT_COLUMNS = ("target", "said", "chain", "from", "why")
+KEPT_COLUMNS = ("target", "stored", "chain", "from", "why")
 
 
 def kept_rows(documents: ChainStore, targets: Iterable[TargetSettings]) -> list[dict[str, Any]]:
@@ -408,7 +408,7 @@ def kept_rows(documents: ChainStore, targets: Iterable[TargetSettings]) -> list[
     sources = {each.stream: each.source_names for each in targets}
     chains, rows = documents.chains(), list[dict[str, Any]]()
     for target in sorted({*documents.targets_with_positions(), *sources}):
-        row: dict[str, Any] = {"target": target, "said": None, "chain": None, "from": None, "why": None}
+        row: dict[str, Any] = {"target": target, "stored": None, "chain": None, "from": None, "why": None}
         try:
             found = documents.read_positions(target)
         except DataError as error:
@@ -417,7 +417,7 @@ def kept_rows(documents: ChainStore, targets: Iterable[TargetSettings]) -> list[
         if found is None:
             rows.append({**row, "why": "everything, until it stores its positions"})
             continue
-        row["said"] = format_unix(found.time)
+        row["stored"] = format_unix(found.time)
         if found.released:
             rows.append({**row, "why": "nothing: released"})
             continue
