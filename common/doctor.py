@@ -540,8 +540,8 @@ class _StoreProbes:
         except (Refused, ConfigError) as error:
             return _unknown_settings("lifecycle", error)
         ours = [rule for rule in rules if prefixes_overlap(rule.prefix, self._layout.root)]
-        alive = self._layout.heartbeats_prefix()
-        ending = [rule for rule in ours if (rule.deletes or rule.archive_class) and not rule.prefix.startswith(alive)]
+        passing = (self._layout.heartbeats_prefix(), self._layout.audit_prefix())
+        ending = [rule for rule in ours if (rule.deletes or rule.archive_class) and not rule.prefix.startswith(passing)]
         if ending:
             rule_texts = "; ".join(_rule_text(rule) for rule in ending)
             return problem(

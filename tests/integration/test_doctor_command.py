@@ -418,8 +418,9 @@ def test_rules_of_the_bucket_are_read(s3: SharedS3, tmp_path: Path) -> None:
         findings = by_check(examine_store(settings, ("egress",), SystemClock()))
         return findings["store lifecycle"], findings["store versioning"]
 
-    lifecycle, versioning = found("data/_floe/alive/", "Enabled")
-    assert (lifecycle.state, versioning.state) == ("ok", "ok"), "what is deleted by mistake comes back"
+    for prefix in ("data/_floe/audit/", "data/_floe/alive/"):
+        lifecycle, versioning = found(prefix, "Enabled")
+        assert (lifecycle.state, versioning.state) == ("ok", "ok"), "what is deleted by mistake comes back"
     assert "the bucket grows" in versioning.found
     lifecycle, versioning = found("data/site=", "Suspended")
     assert (lifecycle.state, lifecycle.found) == ("problem", "rule tidy deletes objects under 'data/site='")
