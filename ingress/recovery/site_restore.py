@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,9 @@ from common.tasks import Stop
 from ingress.recovery.plan import RestorePlan, RestoreRequest
 from ingress.recovery.restore import Restore, RestoreReport
 
-PARALLEL_RESTORES = 4  # each fills one stream, with four threads of its own
+PARALLEL_RESTORES = 16  # most of the time of a small one is waiting: each name is watched for seconds before it is used
+PARALLEL_LARGE = 4  # each fills one stream, with four threads of its own
+LARGE_BYTES = 64 * 2**20
 EXISTS_CODE, ELSEWHERE_CODE = "E-RESTORE-EXISTS", "E-RESTORE-ELSEWHERE"
 
 
@@ -149,31 +151,33 @@ class WholeSiteRestore:
         """Restore the streams, some at a time, until all are done or `stop` is set. The same again continues with those
         that are not back. `is_confirmed`: an operator has confirmed the plans with their effects elsewhere.
         """
-        gate = asyncio.Semaphore(PARALLEL_RESTORES)
+        gate, large = asyncio.Semaphore(PARALLEL_RESTORES), asyncio.Semaphore(PARALLEL_LARGE)
+
+        async def in_turn(plan: RestorePlan) -> None:
+            async with large if plan.bytes > LARGE_BYTES else nullcontext(), gate:
+                await self._run_one(plan, stop, plan if is_confirmed else None)
+
         for wave in in_waves(plans):
-            await asyncio.gather(*(self._run_one(plan, stop, gate, plan if is_confirmed else None) for plan in wave))
+            await asyncio.gather(*map(in_turn, wave))
         return self._report()
 
-    async def _run_one(
-        self, plan: RestorePlan, stop: Stop, gate: asyncio.Semaphore, confirmed: RestorePlan | None
-    ) -> None:
-        async with gate:
-            if stop.is_set:
-                self._note(StreamOutcome(plan.request.feed, plan.name, "stopped", "not begun", EXIT_RETRY_LATER))
-                return
-            work = self._restores[plan.request.feed]
-            try:
-                async with work.open_connection() as client:
-                    report = await work.run(client, stop, confirmed)
-            except FloeError as error:
-                # Effects elsewhere count only for a stream that is still to be filled.
-                refused = (await work.check(plan))[1] if error.code == ELSEWHERE_CODE else None
-                self._note(self._refused(plan, refused or error))
-                return
-            state = "differs" if report.exit_code else "restored"
-            outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)
-            self._note(replace(outcome, text=f"{report.rows:,} messages"))
-            self._progress.print(next(outcome.lines()))
+    async def _run_one(self, plan: RestorePlan, stop: Stop, confirmed: RestorePlan | None) -> None:
+        if stop.is_set:
+            self._note(StreamOutcome(plan.request.feed, plan.name, "stopped", "not begun", EXIT_RETRY_LATER))
+            return
+        work = self._restores[plan.request.feed]
+        try:
+            async with work.open_connection() as client:
+                report = await work.run(client, stop, confirmed)
+        except FloeError as error:
+            # Effects elsewhere count only for a stream that is still to be filled.
+            refused = (await work.check(plan))[1] if error.code == ELSEWHERE_CODE else None
+            self._note(self._refused(plan, refused or error))
+            return
+        state = "differs" if report.exit_code else "restored"
+        outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)
+        self._note(replace(outcome, text=f"{report.rows:,} messages"))
+        self._progress.print(next(outcome.lines()))
 
     def _refused(self, plan: RestorePlan, error: FloeError) -> StreamOutcome:
         if error.code == EXISTS_CODE:
