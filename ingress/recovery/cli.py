@@ -47,6 +47,21 @@ def _parse_site_or_chain(text: str) -> ChainSelector:
     return ChainSelector.parse(text) if "/" in text else ChainSelector(text, "")
 
 
+#: A chain, or a site with `--all`; the command gets `selector: ChainSelector`, without a feed for a site.
+SITE_OR_CHAIN_TYPE = ParsedType("chain or site", ChainSelector, _parse_site_or_chain)
+
+
+def check_all(selector: ChainSelector, is_all: bool, *single: object) -> None:
+    """Check that `--all` is given for a site, and for nothing else. `single`: options of one stream; None: not given.
+
+    Raises UsageError.
+    """
+    if is_all is bool(selector.feed):
+        raise UsageError("expected SITE/FEED, or SITE with --all")
+    if is_all and (found := [each for each in single if each is not None]):
+        raise UsageError(f"--all: expected no option for one stream, found {found[0]!r:.80}")
+
+
 @click.command()
 @chain_argument
 @range_options
@@ -130,11 +145,7 @@ def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
 
 
 @click.command()
-@click.argument(
-    "selector",
-    type=ParsedType("chain or site", ChainSelector, _parse_site_or_chain),
-    metavar="SITE/FEED[/INCARNATION]|SITE",
-)
+@click.argument("selector", type=SITE_OR_CHAIN_TYPE, metavar="SITE/FEED[/INCARNATION]|SITE")
 @click.option("--all", "is_all", is_flag=True, help="All streams of SITE: each from the feed that holds it whole.")
 @click.option("--as", "name", metavar="NAME", help="Name of the restored stream; default: its former name.")
 @click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: the former ones.")
@@ -208,10 +219,7 @@ async def restore(
     from ingress.recovery.site_restore import WholeSiteRestore
 
     _check_whole_feed(selector, "restored")
-    if is_all is bool(selector.feed):
-        raise UsageError("expected SITE/FEED, or SITE with --all")
-    if is_all and (found := [each for each in (name, subjects, to_sequence, skip_to) if each is not None]):
-        raise UsageError(f"--all: expected no option for one stream, found {found[0]!r:.80}")
+    check_all(selector, is_all, name, subjects, to_sequence, skip_to)
     if name is not None and not FEED_PATTERN.fullmatch(name):
         raise UsageError(f"--as: expected a stream name, 1 to 255 characters without space . * > / \\, found {name!r}")
     own_subjects = tuple(each.strip() for each in subjects.split(",")) if subjects is not None else ()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from common.chain import CHAIN_FORM
 from common.cli import (
     ChainSelector,
     chain_argument,
@@ -23,15 +24,17 @@ from common.cli import (
 from common.errors import UsageError
 from common.exits import EXIT_RETRY_LATER
 from common.open import load_settings, open_for_work
-from ingress.recovery.cli import echo_lines, resolve_times
+from ingress.recovery.cli import SITE_OR_CHAIN_TYPE, check_all, echo_lines, resolve_times
 
 if TYPE_CHECKING:
     from ingress.recovery.drill import DrillReport, ExactReport
     from ingress.recovery.plan import RestoreRequest
+    from ingress.recovery.site_restore import SiteReport
 
 
 @click.command()
-@chain_argument
+@click.argument("selector", type=SITE_OR_CHAIN_TYPE, metavar=f"{CHAIN_FORM}|SITE")
+@click.option("--all", "is_all", is_flag=True, help="All streams of SITE, with --exact, one after another.")
 @range_options
 @click.option("--storage", type=click.Choice(["file", "memory"]), help="Storage of the scratch stream; default: file.")
 @click.option("--exact", is_flag=True, help="Restore the whole stream, as `floe restore` does, and compare everything.")
@@ -46,19 +49,26 @@ if TYPE_CHECKING:
 @click.pass_obj
 @config_command
 async def drill(
-    parts: Mapping[str, Callable[[], Any]], /, config: str, selector: ChainSelector, as_json: bool, **args: Any
+    parts: Mapping[str, Callable[[], Any]],
+    /,
+    config: str,
+    selector: ChainSelector,
+    as_json: bool,
+    is_all: bool,
+    **args: Any,
 ) -> int:
     """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
 
     Without bounds, the last 10,000 sequences. With --exact the whole stream is restored under a scratch name and
     compared: messages, state, configuration, consumers with their positions. Exit 3 if there are differences, or the
-    archive has holes.
+    archive has holes; with --all also if no feed holds a stream whole.
 
     \b
     Examples:
       floe drill -c site.yaml us-east/NODES --since 1h
       floe drill -c site.yaml us-east/NODES --exact
       floe drill -c site.yaml us-east/NODES --exact --server local
+      floe drill -c site.yaml us-east --all --server local
     """
     from common.clock import SystemClock
     from common.nats.api import SCRATCH_PREFIX
@@ -66,9 +76,12 @@ async def drill(
     from common.service.progress import Progress
     from ingress.recovery.drill import Drill, ExactDrill
     from ingress.recovery.request import ReplayRequest
+    from ingress.recovery.restore import Restore
+    from ingress.recovery.site_restore import WholeSiteRestore
 
+    check_all(selector, is_all, args["to_sequence"])
     exact = {key: args.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
-    is_exact, storage = exact.pop("exact"), args.pop("storage")
+    is_exact, storage = exact.pop("exact") or is_all, args.pop("storage")
     _check_drill(is_exact, {**exact} if not is_exact else {**args, "storage": storage, "partition": selector.partition})
     clock = SystemClock()
     request: RestoreRequest | ReplayRequest
@@ -78,12 +91,27 @@ async def drill(
         request = ReplayRequest(**asdict(selector), target=SCRATCH_PREFIX, **resolve_times(args))
     settings = load_settings(config, quiet=True)
     store, chains = open_for_work(settings)
+    report: ExactReport | DrillReport | SiteReport
     with closing(store):
         common = store, chains, clock, (progress := Progress())
+
+        def exact_drill(request: RestoreRequest) -> ExactDrill:
+            server = parts["server"]() if exact["server"] == "local" else None
+            return ExactDrill(settings, request, *common, server)
+
         async with stop_on_signals() as stop:
-            if not isinstance(request, ReplayRequest):
-                server = parts["server"]() if exact["server"] == "local" else None
-                report: ExactReport | DrillReport = await ExactDrill(settings, request, *common, server).run(stop)
+            if not isinstance(request, ReplayRequest) and is_all:
+                site = WholeSiteRestore(
+                    replace(request, promote=False),
+                    chains,
+                    lambda request: Restore(settings, request, *common),
+                    progress,
+                    exact_drill,
+                )
+                with closing(site):
+                    report = await site.run(await site.plan(), stop, is_confirmed=False)
+            elif not isinstance(request, ReplayRequest):
+                report = await exact_drill(request).run(stop)
             else:
                 work = Drill(settings, *common, storage or "file")
                 report = await work.run(replace(request, target=work.stream, prefix=work.prefix), stop)

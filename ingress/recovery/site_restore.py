@@ -1,4 +1,4 @@
-"""Restore all streams of a site: one feed for each stream, and the sources of a stream before the stream itself."""
+"""Restore or drill all streams of a site: one feed for each stream, and the sources of a stream before the stream."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from common.errors import FloeError, UsageError
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER
 from common.service.progress import Progress
 from common.tasks import Stop
+from ingress.recovery.drill import ExactDrill, ExactReport
 from ingress.recovery.plan import RestorePlan, RestoreRequest
 from ingress.recovery.restore import Restore, RestoreReport
 
@@ -25,8 +26,8 @@ EXISTS_CODE, ELSEWHERE_CODE = "E-RESTORE-EXISTS", "E-RESTORE-ELSEWHERE"
 
 @dataclass(frozen=True, slots=True)
 class StreamOutcome:
-    """The outcome of one stream. `state`: `restored`, `planned`, `there` (a stream of that name exists), `skipped` (no
-    feed holds all of it), `differs`, `failed` or `stopped`. `text`: the reason, empty if none is needed.
+    """The outcome of one stream. `state`: `restored`, `drilled`, `planned`, `there` (a stream of that name exists),
+    `skipped` (no feed holds all of it), `differs`, `failed` or `stopped`. `text`: the reason, empty if none is needed.
     """
 
     feed: str
@@ -34,7 +35,7 @@ class StreamOutcome:
     state: str
     text: str = ""
     code: int = 0
-    report: RestoreReport | None = None
+    report: RestoreReport | ExactReport | None = None
 
     def as_json(self) -> dict[str, Any]:
         found = self.report.as_json() if self.report else None
@@ -100,7 +101,9 @@ def _sources(config: Mapping[str, Any]) -> set[str]:
 
 
 class WholeSiteRestore:
-    """One request for all feeds of a site. `make`: makes the restore of a request."""
+    """One request for all feeds of a site. `make`: makes the restore of a request; `make_drill`: the drill, if the
+    streams are drilled, one after another, and not restored.
+    """
 
     def __init__(
         self,
@@ -108,8 +111,10 @@ class WholeSiteRestore:
         documents: ChainStore,
         make: Callable[[RestoreRequest], Restore],
         progress: Progress,
+        make_drill: Callable[[RestoreRequest], ExactDrill] | None = None,
     ) -> None:
         self._request, self._documents, self._make, self._progress = request, documents, make, progress
+        self._make_drill = make_drill
         self._restores: dict[str, Restore] = {}  # by feed
         self._outcomes: dict[str, StreamOutcome] = {}  # by stream; by feed if its stream is not known
 
@@ -151,7 +156,7 @@ class WholeSiteRestore:
         """Restore the streams, some at a time, until all are done or `stop` is set. The same again continues with those
         that are not back. `is_confirmed`: an operator has confirmed the plans with their effects elsewhere.
         """
-        gate, large = asyncio.Semaphore(PARALLEL_RESTORES), asyncio.Semaphore(PARALLEL_LARGE)
+        gate, large = asyncio.Semaphore(1 if self._make_drill else PARALLEL_RESTORES), asyncio.Semaphore(PARALLEL_LARGE)
 
         async def in_turn(plan: RestorePlan) -> None:
             async with large if plan.bytes > LARGE_BYTES else nullcontext(), gate:
@@ -165,19 +170,28 @@ class WholeSiteRestore:
         if stop.is_set:
             self._note(StreamOutcome(plan.request.feed, plan.name, "stopped", "not begun", EXIT_RETRY_LATER))
             return
-        work = self._restores[plan.request.feed]
         try:
-            async with work.open_connection() as client:
-                report = await work.run(client, stop, confirmed)
+            report = await self._bring_back(plan, stop, confirmed)
         except FloeError as error:
             # Effects elsewhere count only for a stream that is still to be filled.
-            refused = (await work.check(plan))[1] if error.code == ELSEWHERE_CODE else None
+            refused = None
+            if error.code == ELSEWHERE_CODE:
+                _, refused = await self._restores[plan.request.feed].check(plan)
             self._note(self._refused(plan, refused or error))
             return
-        state = "differs" if report.exit_code else "restored"
+        state = "differs" if report.exit_code else "drilled" if self._make_drill else "restored"
         outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)
         self._note(replace(outcome, text=f"{report.rows:,} messages"))
         self._progress.print(next(outcome.lines()))
+
+    async def _bring_back(
+        self, plan: RestorePlan, stop: Stop, confirmed: RestorePlan | None
+    ) -> RestoreReport | ExactReport:
+        if self._make_drill is not None:
+            return await self._make_drill(plan.request).run(stop)
+        work = self._restores[plan.request.feed]
+        async with work.open_connection() as client:
+            return await work.run(client, stop, confirmed)
 
     def _refused(self, plan: RestorePlan, error: FloeError) -> StreamOutcome:
         if error.code == EXISTS_CODE:

@@ -1,11 +1,11 @@
-"""`floe restore SITE --all`: all streams of a site come back, sources first; the others are named."""
+"""`floe restore SITE --all`, `floe drill SITE --all`: all streams of a site, sources first; the others are named."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from common.nats.api import create_stream
+from common.nats.api import RESTORE_PREFIX, create_stream
 from infra.local.nats import NatsServer
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.site_restore import choose_feeds, in_waves
@@ -77,10 +77,15 @@ async def test_a_site_that_lost_its_server_comes_back_by_one_command(alone: tupl
     for each in (*streams, total):
         await back.capture(bench, each, await bench.last(each))
     before = {each: await back.contents(bench, each) for each in (*streams, total)}
+    config = configuration(bench, *feeds)
+    drilled = (await ran("drill", "-c", str(config), SITE, "--all", "--json", code=3)).json()["streams"]
+    assert {each["stream"]: each["state"] for each in drilled} == {
+        **dict.fromkeys((*streams, total), "drilled"), sampled["stream"]: "skipped",
+    }  # fmt: skip
+    assert (await bench.client.api("STREAM.NAMES", {"subject": f"{RESTORE_PREFIX}>"}))["total"] == 0
     for each in (*streams[:2], total, sampled["stream"]):
         await bench.delete_stream(each)
 
-    config = configuration(bench, *feeds)
     words = ("restore", "-c", str(config), SITE, "--all", "--allow-elsewhere")
     planned = (await ran(*words, "--dry-run", "--json", code=3)).json()["streams"]
     states = dict.fromkeys((*streams[:2], total), "planned") | {streams[2]: "there", sampled["stream"]: "skipped"}
@@ -104,3 +109,4 @@ async def test_what_is_not_one_site_is_refused(bench: Bench) -> None:
         (("nowhere", "--all", "--dry-run"), "expected a site with an archive, found none"),
     ):
         assert text in (await ran("restore", "-c", config, *words, code=2)).err
+    assert "expected SITE/FEED, or SITE with --all" in (await ran("drill", "-c", config, SITE, code=2)).err
