@@ -113,6 +113,7 @@ def _lease_subjects(role: str) -> tuple[str, ...]:
 STATE, LEASES = _kv("{state_bucket}"), _kv("{lease_bucket}")
 INFO_CALLS, CREATE_CALLS = ("INFO", "MSG.GET"), ("INFO", "CREATE", "MSG.GET")
 CONSUMER_CALLS = ("CREATE", "MSG.NEXT", "DELETE")
+TARGET_READ = (*_stream("{target}", *INFO_CALLS), *_consumer("{target}", *CONSUMER_CALLS))
 # In the second form, that of nats-server 2.16, the domain and the account come before the stream.
 ACKS = ("$JS.ACK.{stream}.>", "$JS.ACK.*.*.{stream}.>")
 INBOX = SubjectRights(("{inbox}.>",), is_subscribe=True)
@@ -195,11 +196,7 @@ ROLES = (
             *("segments ls", "segments info", "segments cat", "segments verify", "segments quarantine"),
             *("consumers ls", "check", "audit ls", "fleet"),
         ),
-        (
-            SubjectRights((*_stream("{target}", *INFO_CALLS), *_consumer("{target}", *CONSUMER_CALLS))),
-            SubjectRights(STATE),
-            INBOX,
-        ),
+        (SubjectRights(TARGET_READ), SubjectRights(STATE), INBOX),
         (
             READ_ALL,
             KeyRights(
@@ -262,7 +259,11 @@ ROLES = (
     RoleRights(
         "compare",
         ("compare",),
-        (SubjectRights((*_stream("{stream}", "INFO"), *_consumer("{stream}", *CONSUMER_CALLS))), INBOX),
+        (
+            SubjectRights((*_stream("{stream}", "INFO"), *_consumer("{stream}", *CONSUMER_CALLS))),
+            SubjectRights((*TARGET_READ, *_stream("KV_{state_bucket}", *INFO_CALLS)), "for `--with target`"),
+            INBOX,
+        ),
         (READ_ALL, KeyRights(PUT, ("_floe/compare/*",))),
     ),
 )

@@ -386,7 +386,10 @@ class Layout:
         """
         if not (relative := self._relative(key)):
             raise ValueError(f"expected a key under {self.root}, found {key}")
-        return f"{self._under('_floe/quarantine/')}{digest[:DIGEST_LENGTH]}/{relative}"
+        return f"{self.quarantine_prefix()}{digest[:DIGEST_LENGTH]}/{relative}"
+
+    def quarantine_prefix(self) -> str:
+        return self._under("_floe/quarantine/")
 
     def ingress_prefix(self, target: str) -> str:
         return self._under(f"_floe/ingress/{encode(target)}/")

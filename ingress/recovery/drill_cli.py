@@ -12,6 +12,7 @@ import click
 from common.chain import CHAIN_FORM
 from common.cli import (
     ChainSelector,
+    ParsedType,
     chain_argument,
     check_range,
     config_command,
@@ -138,48 +139,68 @@ def _exact_request(selector: ChainSelector, args: dict[str, Any], exact: dict[st
     return RestoreRequest(selector.site, selector.feed, selector.incarnation, "", *end, **flags)
 
 
+def _parse_mode(text: str) -> tuple[str, str]:
+    """Return the mode of `--with`, and the name of a target, empty for none. Raises ValueError."""
+    mode, equals, name = text.partition("=")
+    if mode not in ("source", "each-replica", "target") or (equals and not (name and mode == "target")):
+        raise ValueError(f"expected source, each-replica, target or target=NAME, found {text!r:.80}")
+    return mode, name
+
+
 @click.command()
 @chain_argument
 @click.option(
     "--with",
     "mode",
-    type=click.Choice(["source", "each-replica"]),
+    type=ParsedType("copy", tuple, _parse_mode),
     default="source",
     show_default=True,
-    help="The stream on any server, or the copy of each server of its cluster in turn.",
+    metavar="source|each-replica|target[=NAME]",
+    help="The stream, its copy on each server of its cluster in turn, or a target of ingress.",
 )
 @from_sequence_option
 @to_sequence_option
 @click.option("--since-last", is_flag=True, help="Only what no earlier comparison found equal.")
+@click.option("--rate", default="", metavar="RATE", help="Maximum rate of reading: 5000/s (messages) or 20M/s (bytes).")
 @config_command
 async def compare(
-    config: str, selector: ChainSelector, as_json: bool, from_sequence: int | None, to_sequence: int | None, **args: Any
+    config: str, selector: ChainSelector, as_json: bool, mode: tuple[str, str], rate: str, **args: Any
 ) -> int:
-    """Compare the archive of a feed with its living stream, row by row, and change neither.
+    """Compare the archive of a feed with its living stream, or with a target, row by row, and change neither.
 
     Names what is missing in the stream, altered, or not archived. Rows that limits, deletion or acknowledgement took
-    away are counted apart. --since-last also continues a comparison that was stopped. Exit 3 if there are differences,
-    75 if it was stopped before its end.
+    away are counted apart; of a target also those that ingress parked, skipped, or has not delivered yet. --since-last
+    also continues a comparison that was stopped. Exit 3 if there are differences, 75 if it was stopped before its end.
 
     \b
     Examples:
       floe compare -c site.yaml us-east/ORDERS --since-last
       floe compare -c site.yaml us-east/ORDERS --with each-replica
+      floe compare -c central.yaml us-east/ORDERS --with target=FLEET --rate 20M/s
     """
     from common.clock import SystemClock
+    from common.nats.buckets import optional_state
     from common.nats.client import connect
     from common.service.process import ThreadPool, stop_on_signals
     from common.service.progress import Progress
+    from ingress.recovery.delivered import TargetComparison, choose_target
     from ingress.recovery.living import CompareRequest, LivingComparison
+    from ingress.recovery.pace import pace_of
 
-    check_range(from_sequence, to_sequence, None, None)
-    request = CompareRequest(**asdict(selector), first=from_sequence, last=to_sequence, **args)
+    check_range(first := args.pop("from_sequence"), last := args.pop("to_sequence"), None, None)
+    kind, name = mode
+    request = CompareRequest(**asdict(selector), mode=kind, first=first, last=last, pace=pace_of(rate), **args)
     settings, clock, progress = load_settings(config, quiet=True), SystemClock(), Progress()
+    target = choose_target(settings.ingress, name, selector.site, selector.feed) if kind == "target" else None
     store, documents = open_for_work(settings)
     with closing(store), closing(ThreadPool("compare", 1)) as threads:
-        client = await connect(settings.nats_for("egress"), name="floe compare", clock=clock)
+        client = await connect(settings.nats_for("ingress" if target else "egress"), name="floe compare", clock=clock)
         async with aclosing(client), stop_on_signals() as stop:
-            work = LivingComparison(client, store, documents, threads, clock, progress)
+            parts, states = (
+                (client, store, documents, threads, clock, progress),
+                optional_state(client, settings.ingress),
+            )
+            work = TargetComparison(target, states, *parts) if target else LivingComparison(*parts)
             report = await work.run(request, stop)
     progress.end_line()
     print_json(report.as_json()) if as_json else echo_lines(report.lines())

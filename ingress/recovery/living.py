@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain as joined
 from typing import Any
 
 import numpy as np
@@ -33,22 +34,26 @@ from common.nats.pull import StartAt, scan
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.process import ThreadPool
 from common.service.progress import Progress, format_share
-from common.tasks import Stop
+from common.tasks import Stop, wait_for
 from ingress.recovery.compare import MAX_EXAMPLES, Differences, fingerprint
 from ingress.recovery.history import selects_rows
+from ingress.recovery.pace import Pace
 from ingress.recovery.read_back import digest_block, normalize
 
 #: Sequences that are compared and recorded at a time; memory is 8 bytes for each that the stream does not hold.
 RECORDED_SEQUENCES = 5_000_000
-MODES = ("source", "each-replica")
+Batches = Iterator[pa.RecordBatch]
+Pieces = AsyncGenerator[Sequence[Message]]
+Missing = tuple[Sequence[int], dict[str, int]]  # rows, and further counts
 
 
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
-    """A comparison to make. `incarnation`, `partition` None: the newest, all of them. `mode`: one of MODES.
+    """A comparison to make. `incarnation`, `partition` None: the newest, all of them. `mode`: `source`, `each-replica`
+    or `target`.
 
     `first`, `last`: inclusive sequences, None for all. `since_last`: go on after the sequences that an earlier
-    comparison of this mode found equal.
+    comparison of this mode found equal. `pace`: of the reading, None for as fast as possible.
     """
 
     site: str
@@ -59,6 +64,7 @@ class CompareRequest:
     first: int | None = None
     last: int | None = None
     since_last: bool = False
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class Copy:
 
     `differences`: `lost` are the missing rows, `unexpected` those that are in the stream and not archived. `removed`:
     archived rows that the stream gave up: limits, deletion, acknowledgement. `left_out`: rows that the feed's sampling
-    or `max_age` left out. `problems`: holes and damage of the archive, as text.
+    or `max_age` left out. `problems`: holes and damage of the archive, as text. `apart`: further counts of a target.
     """
 
     chain: Chain
@@ -77,6 +83,7 @@ class Copy:
     removed: int = 0
     left_out: int = 0
     problems: tuple[str, ...] = ()
+    apart: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_same(self) -> bool:
@@ -91,6 +98,7 @@ class Copy:
             removed=self.removed + other.removed,
             left_out=self.left_out + other.left_out,
             problems=(*self.problems, *other.problems)[:MAX_EXAMPLES],
+            apart={name: count + other.apart[name] for name, count in self.apart.items()},
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -100,26 +108,27 @@ class Copy:
             "server": self.server,
             "first": self.rows.first,
             "last": self.rows.last,
-            "same": found.expected - self.removed - found.lost - found.altered,
+            "same": found.found - found.altered - found.unexpected - self.left_out,
             "missing": found.lost,
             "altered": found.altered,
             "not_archived": found.unexpected,
             "removed": self.removed,
             "left_out": self.left_out,
+            **self.apart,
             "examples": list(found.examples),
             "problems": list(self.problems),
         }
 
     def lines(self) -> Iterator[str]:
         found, values = self.differences, self.as_json()
-        counts = ", ".join(f"{values[name]:,} {name.replace('_', ' ')}" for name in (*_COUNTS, "removed", "left_out"))
+        counts = ", ".join(f"{values[name]:,} {name.replace('_', ' ')}" for name in (*_COUNTS, *self.apart))
         on = f" on {self.server}" if self.server else ""
         word = "as archived" if self.is_same else "NOT as archived"
         yield f"{self.chain}{on}: {word}: {self.rows}: {values['same']:,} the same, {counts}"
         yield from (f"  {each}" for each in (*found.examples, *self.problems))
 
 
-_COUNTS = ("missing", "altered", "not_archived")
+_COUNTS = ("missing", "altered", "not_archived", "removed", "left_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +218,16 @@ class Tally:
                 del self.examples[MAX_EXAMPLES:]
         self.extra.extend(held)
 
+    def differences(
+        self, absent_word: str, absent: Sequence[int], extra_word: str, extra: Sequence[int]
+    ) -> Differences:
+        """Return the differences, if only `absent` and `extra` are; their examples are named by the words."""
+        examples = [f"{each}: {absent_word}" for each in absent[:MAX_EXAMPLES]]
+        examples += [f"{each}: {extra_word}" for each in extra[:MAX_EXAMPLES]]
+        few = tuple([*self.examples, *examples][:MAX_EXAMPLES])
+        counts = self.expected, self.found, len(absent)
+        return Differences(*counts, altered=self.altered, unexpected=len(extra), examples=few)
+
     def _add_extra(self, rows: Sequence[Message]) -> None:
         self.found += len(rows)
         self.extra.extend(message.sequence for message in rows)
@@ -236,8 +255,19 @@ def missing_of(absent: Sequence[int], info: StreamInfo, deleted: Iterable[int]) 
     return [int(each) for each in kept]
 
 
+def inside(sequences: Any, ranges: Iterable[SequenceRange]) -> Any:
+    """Return for each of `sequences`, an ascending array, True if one of `ranges` holds it."""
+    found = np.zeros(len(sequences), bool)
+    for each in ranges:
+        low, high = np.searchsorted(sequences, (each.first, each.last + 1))
+        found[low:high] = True
+    return found
+
+
 class LivingComparison:
     """A comparison of the chains of a feed with their stream."""
+
+    _may_repeat = False
 
     def __init__(
         self,
@@ -251,6 +281,8 @@ class LivingComparison:
         self._client, self._threads, self._clock, self._progress = client, threads, clock, progress
         self._store, self._documents = store, documents
         self._notes: list[str] = []
+        self._pace: Pace | None = None
+        self._copy = ""
 
     async def run(self, request: CompareRequest, stop: Stop) -> CompareReport:
         """Compare until the end, or until `stop` is set.
@@ -259,18 +291,22 @@ class LivingComparison:
         of the servers.
         """
         chains = await self._threads.run(self._chains, request)
-        document = await self._threads.run(self._documents.read_stream, chains[0])
-        if document is None:
-            raise DataError(f"{chains[0]}: expected stream.json, found none", code="E-STATE-JSON")
-        name = str(document.config["name"])
-        info = await self._comparable(name)
-        if info.created != document.created:
-            self._notes.append(f"the stream was created at {info.created}, the archived one at {document.created}")
-        copies = list[Copy]()
+        self._pace, self._copy = request.pace, request.mode
+        info, copies = await self._open(chains[0]), list[Copy]()
         for server in await self._servers(info, request.mode):
             found = [await self._compare_chain(chain, info, server, request, stop) for chain in chains]
             copies += [each for each in found if each is not None]
-        return CompareReport(name, tuple(copies), tuple(self._notes), finished=not stop.is_set)
+        return CompareReport(info.name, tuple(copies), tuple(self._notes), finished=not stop.is_set)
+
+    async def _open(self, chain: Chain) -> StreamInfo:
+        """Return the stream to compare with."""
+        document = await self._threads.run(self._documents.read_stream, chain)
+        if document is None:
+            raise DataError(f"{chain}: expected stream.json, found none", code="E-STATE-JSON")
+        info = await self._comparable(str(document.config["name"]))
+        if info.created != document.created:
+            self._notes.append(f"the stream was created at {info.created}, the archived one at {document.created}")
+        return info
 
     def _chains(self, request: CompareRequest) -> list[Chain]:
         parts = (request.site, request.feed, request.incarnation, request.partition)
@@ -294,7 +330,7 @@ class LivingComparison:
         return info
 
     async def _servers(self, info: StreamInfo, mode: str) -> list[str]:
-        if mode == "source":
+        if mode != "each-replica":
             return [""]
         cluster = (await query(self._client, f"STREAM.INFO.{check_token(info.name)}")).get("cluster") or {}
         replicas = cluster.get("replicas") or []  # none on a single server, which has a leader all the same
@@ -304,7 +340,7 @@ class LivingComparison:
         self, chain: Chain, info: StreamInfo, server: str, request: CompareRequest, stop: Stop
     ) -> Copy | None:
         """Return the result of the chain on one copy; None if it has no rows to compare."""
-        record = self._documents.compared(chain, server or request.mode)
+        record = self._documents.compared(chain, server or self._copy)
         begin, last = await self._threads.run(self._bounds, chain, request)
         if max(begin, request.first or 1) < info.first_sequence and begin <= last:
             self._notes.append(f"{chain}: the stream begins at {info.first_sequence}; rows before it are not compared")
@@ -316,7 +352,7 @@ class LivingComparison:
         result = None
         while first <= last and not stop.is_set:
             rows = SequenceRange(first, min(last, first + RECORDED_SEQUENCES - 1))
-            found = await self._compare_rows(chain, info.name, server, rows, last, stop)
+            found = await self._compare_rows(chain, info, server, rows, last, stop)
             reached = reached_after(reached, found)
             result = found if result is None else result.plus(found)
             at = format_time(round(self._clock.now() * NS_PER_S))
@@ -330,57 +366,87 @@ class LivingComparison:
         return (covers[0].rows.first if covers else 1), min(request.last or MAX_SEQUENCE, archive.end)
 
     async def _compare_rows(
-        self, chain: Chain, stream: str, server: str, rows: SequenceRange, end: int, stop: Stop
+        self, chain: Chain, stream: StreamInfo, server: str, rows: SequenceRange, end: int, stop: Stop
     ) -> Copy:
         """Compare `rows`, or fewer if `stop` is set meanwhile. `end`: of all that will be compared."""
+        problems, began = list[Problem](), self._clock.monotonic()
+        archive = ChainArchive(self._store, chain)
+        batches = self._expected(Scan(archive, rows, problems.append).batches())
+        first = await self._threads.run(next, batches, None)
+        tally = Tally(joined([] if first is None else [first], batches))
+        async with aclosing(self._pieces(chain, stream, server, rows, first)) as pieces:
+            async for piece in pieces:
+                await self._threads.run(tally.add, piece, piece[-1].sequence)
+                self._show(chain, piece[-1].sequence, rows, end, began)
+                await self._keep_pace(piece, stop)
+                if stop.is_set:
+                    rows = SequenceRange(rows.first, piece[-1].sequence)
+                    break
+        await self._threads.run(tally.add, (), rows.last)
+        missing, apart = await self._missing(stream.name, rows, end, tally.absent)
+        extra = await self._threads.run(self._not_archived, archive, rows, tally.extra)
+        differences = tally.differences("missing", missing, "not archived", extra)
+        if not self._may_repeat:
+            repeated, disordered = apart.get("repeated", 0), apart.get("out_of_order", 0)
+            differences = replace(differences, repeated=repeated, out_of_order=disordered)
+        removed = len(tally.absent) - len(missing) - sum(apart.get(n, 0) for n in ("parked", "skipped", "out_of_order"))
+        left_out = len(tally.extra) - len(extra)
+        # Of a hole without damage the rows are compared: what the stream still has of it is not archived.
+        damaged = [str(each) for each in problems if not isinstance(each, Hole) or each.causes]
+        return Copy(chain, server, rows, differences, removed, left_out, tuple(damaged[:MAX_EXAMPLES]), apart)
+
+    def _expected(self, batches: Batches) -> Batches:
+        """Return the archived rows as the stream must hold them. Blocking."""
+        return batches
+
+    async def _pieces(self, chain: Chain, stream: StreamInfo, server: str, rows: SequenceRange, _first: Any) -> Pieces:
+        """Yield the stream's messages of `rows`, with the sequences of the archive. `_first`: the first archived rows.
+
+        No piece is empty. The caller must close the generator.
+        """
         document = await self._threads.run(self._documents.read_chain, chain)
         subject = document.filters[0] if document and document.filters else ""
-        problems = list[Problem]()
-        archive = ChainArchive(self._store, chain)
-        tally, began = Tally(Scan(archive, rows, problems.append).batches()), self._clock.monotonic()
-        now = await ready_stream_info(self._client, stream)
+        now = await ready_stream_info(self._client, stream.name)
         if now is not None and now.messages and now.last_sequence >= rows.first:
             start, until = StartAt(rows.first), min(rows.last, now.last_sequence)
-            reading = scan(self._client, stream, start, until=until, subject=subject, server=server)
+            reading = scan(self._client, stream.name, start, until=until, subject=subject, server=server)
             async with aclosing(reading) as pieces:
                 async for piece in pieces:
                     if piece:
-                        await self._threads.run(tally.add, piece, piece[-1].sequence)
-                        self._show(chain, piece[-1].sequence, rows, end, began)
-                        if stop.is_set:
-                            rows = SequenceRange(rows.first, piece[-1].sequence)
-                            break
-        await self._threads.run(tally.add, (), rows.last)
-        missing: Sequence[int] = ()
-        if tally.absent:
-            if (answer := await deleted_sequences(self._client, stream)) is None:
-                raise Stopped(f"stream {stream}: it was deleted while it was compared", code="E-SOURCE-GONE")
-            missing = missing_of(tally.absent, *answer)
-        extra = await self._threads.run(self._not_archived, archive, rows, tally.extra)
-        examples = [*tally.examples, *(f"{each}: missing" for each in missing[:MAX_EXAMPLES])]
-        examples += [f"{each}: not archived" for each in extra[:MAX_EXAMPLES]]
-        counts = tally.expected, tally.found, len(missing)
-        few = tuple(examples[:MAX_EXAMPLES])
-        differences = Differences(*counts, altered=tally.altered, unexpected=len(extra), examples=few)
-        removed, left_out = len(tally.absent) - len(missing), len(tally.extra) - len(extra)
-        # Of a hole without damage the rows are compared: what the stream still has of it is not archived.
-        damaged = [str(each) for each in problems if not isinstance(each, Hole) or each.causes]
-        return Copy(chain, server, rows, differences, removed, left_out, tuple(damaged[:MAX_EXAMPLES]))
+                        yield piece
+
+    async def _missing(self, stream: str, _rows: SequenceRange, _end: int, absent: Sequence[int]) -> Missing:
+        """Return those of `absent` among `_rows` that the stream must hold, and further counts. `_end`: of all rows."""
+        return missing_of(absent, *await self._read_deleted(stream)) if absent else (), {}
+
+    async def _read_deleted(self, stream: str) -> tuple[StreamInfo, list[int]]:
+        if (answer := await deleted_sequences(self._client, stream)) is None:
+            raise Stopped(f"stream {stream}: it was deleted while it was compared", code="E-SOURCE-GONE")
+        return answer
+
+    async def _keep_pace(self, piece: Sequence[Message], stop: Stop) -> None:
+        sizes = [len(message.payload) + len(message.headers or b"") for message in piece] if self._pace else []
+        while self._pace and sizes and not stop.is_set:
+            count, wait = self._pace.admit(self._clock.monotonic(), sizes)
+            sizes = sizes[count:]
+            if not count:
+                await wait_for(stop, wait)
 
     def _not_archived(self, archive: ChainArchive, rows: SequenceRange, extra: Sequence[int]) -> Sequence[int]:
         """Return those of `extra`, ascending, that neither the feed left out nor an operator gave up. Blocking."""
         if not extra:
             return ()
-        found, is_left_out = np.asarray(extra, np.int64), np.zeros(len(extra), bool)
-        left_out = [each.range for each in self._documents.gaps(archive.chain, position=rows.first)]
+        found = np.asarray(extra, np.int64)
+        left_out = self._given_up(archive.chain, rows.first)
         for part in archive.covers(SequenceRange(extra[0], extra[-1])):
             low, high = np.searchsorted(found, (part.rows.first, part.rows.last + 1))
             if high > low and selects_rows(self._store, part.segment):
                 left_out.append(part.rows)
-        for each in left_out:
-            low, high = np.searchsorted(found, (each.first, each.last + 1))
-            is_left_out[low:high] = True
-        return [int(each) for each in found[~is_left_out]]
+        return [int(each) for each in found[~inside(found, left_out)]]
+
+    def _given_up(self, chain: Chain, first: int) -> list[SequenceRange]:
+        """Return the ranges that reach `first` whose rows need not be archived. Blocking."""
+        return [each.range for each in self._documents.gaps(chain, position=first)]
 
     def _show(self, chain: Chain, sequence: int, rows: SequenceRange, end: int, began: float) -> None:
         now = self._clock.monotonic()

@@ -10,9 +10,12 @@ import pytest
 import yaml
 
 from common.archive.columns import batch_of
+from common.archive.segment import Message
 from common.clock import SystemClock
 from common.errors import Stopped
 from common.nats.api import stream_info
+from common.nats.client import FloeClient
+from common.nats.headers import Provenance, build_block
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.service.progress import Progress
@@ -20,10 +23,13 @@ from common.tasks import Stop
 from infra.local.nats import NatsCluster
 from ingress.recovery import living
 from ingress.recovery.compare import Differences
+from ingress.recovery.delivered import DeliveredRows, as_stored
 from ingress.recovery.living import CompareReport, CompareRequest, Copy, LivingComparison, Tally, reached_after
 from tests.support.basics import unique
 from tests.support.commands import ran
 from tests.support.egress import SITE, Bench, Partitioned
+from tests.support.headers import escape
+from tests.support.ingress import CHAIN, Centre, change, closed_at, make, rows_of, store
 from tests.support.segments import message
 
 COUNTS = ("same", "missing", "altered", "not_archived", "removed", "left_out")
@@ -53,6 +59,37 @@ def test_pieces_and_batches_of_any_size_are_compared_row_by_row():
         tally.add((), 60)
         assert (list(tally.absent), list(tally.extra)) == ([3, 4, 20, 40], [11, 30, 50, 52])
         assert (tally.expected, tally.found, tally.examples) == (38, 38, ["10: altered"])
+
+
+@pytest.mark.parametrize(
+    ("order", "differences"),
+    [
+        ("123", {}), ("13", {"lost": [2]}), ("1223", {"late": [2]}), ("213", {"lost": [1], "late": [1]}),
+        ("1234", {}), ("0123", {"after": 1}), ("1f23", {}),
+        *((f"12{what}", {"altered": 1}) for what in ("payload", "headers", "subject", "timestamp_ns")),
+    ],
+)  # fmt: skip
+def test_rows_are_found_in_a_stream_that_floe_has_filled(order: str, differences: dict[str, Any]) -> None:
+    altered = {"payload": b"else", "headers": build_block([b"A: 1"]), "subject": b"nodes.two", "timestamp_ns": 1}
+    rows, stored = {str(n): message(n, b"x") for n in range(5)}, list[Message]()
+    for place, name in enumerate([*order] if order[2:] not in altered else ["1", "2", order[2:]], 1):
+        row = rows.get(name) or message(3, **{"payload": b"x", name: altered[name]} if name in altered else {})
+        origin = Provenance(CHAIN.site, CHAIN.feed, 0, 0, row.sequence, row.timestamp_ns)
+        headers = escape(row.headers, origin) if name != "f" else None
+        stored.append(replace(row, sequence=place, subject=b"to." + row.subject, headers=headers))
+    batches = as_stored(iter([batch_of(*(rows[n] for n in "123"))]), lambda subject: b"to." + subject, is_relay=False)
+    arrivals, tally = DeliveredRows(CHAIN, SequenceRange(1, 3), 9), Tally(batches)
+    found = [*arrivals.rows_of(stored)]
+    tally.add(found, found[-1].sequence)
+    tally.add((), 3)
+    wanted = {"lost": [], "late": [], "altered": 0, "after": 0, **differences}
+    assert {
+        "lost": [*tally.absent],
+        "late": [*arrivals.late],
+        "altered": tally.altered,
+        "after": arrivals.after,
+    } == wanted
+    assert arrivals.behind == (4 if order == "1234" else 10)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +167,65 @@ async def test_each_partition_is_compared_and_a_work_queue_is_refused(bench: Ben
     with pytest.raises(Stopped, match="work queue") as refused:
         await compared(bench, queue)
     assert refused.value.code == "E-COMPARE-QUEUE"
+
+
+# With a target
+
+TARGET_COUNTS = (*COUNTS, "parked", "skipped", "out_of_order", "repeated", "waiting")
+
+
+async def with_target(centre: Centre, *words: str, code: int = 0) -> dict[str, Any]:
+    name = f"target={centre.target}"
+    return dict(
+        (
+            await ran(
+                "compare", "-c", str(centre.write()), "us-east/NODES", "--with", name, "--json", *words, code=code
+            )
+        ).json()
+    )
+
+
+def of_target(report: dict[str, Any]) -> list[tuple[int, ...]]:
+    return [tuple(copy[name] for name in TARGET_COUNTS) for copy in report["copies"]]
+
+
+@pytest.mark.servers
+@pytest.mark.simulated
+async def test_a_target_is_compared_row_by_row(client: FloeClient, centre: Centre) -> None:
+    archive, config = centre.archive, centre.having(on_oversize="park").write()
+    archive.put([*rows_of(1, 4), message(5, b"L" * 2000), *rows_of(6, 100)])
+    await make(client, centre, max_msg_size=1000)
+    async with centre.running():
+        await closed_at(client, centre, 99)
+    assert of_target(await with_target(centre)) == [(99, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0)]
+    report = await with_target(centre, "--since-last")
+    assert (report["copies"], "not archived further" in report["notes"][0]) == ([], True)
+
+    # Messages that the target gave up explain as many rows, those before the first one too.
+    await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 50})
+    await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 4})
+    assert of_target(await with_target(centre)) == [(95, 0, 0, 0, 4, 0, 1, 0, 0, 0, 0)]
+
+    # Lost, altered and repeated rows of a part; the rest has not been delivered.
+    archive.put(rows_of(101, 130))
+    await store(client, centre, [*rows_of(103, 109), *rows_of(111, 120), *rows_of(115, 115)])
+    await change(client, centre, positions={CHAIN: 121}, target_sequence=117)
+    archive.put([replace(row, payload=b"other") for row in rows_of(131, 132)])
+    await store(client, centre, rows_of(121, 131))
+    await change(client, centre, positions={CHAIN: 132}, target_sequence=128)
+    report = await with_target(centre, "--since-last", "--rate", "1M/s", code=3)
+    assert of_target(report) == [(27, 3, 1, 0, 0, 0, 0, 0, 0, 1, 1)]
+    assert report["copies"][0]["examples"] == ["131: altered", "101: missing", "102: missing", "110: missing"]
+    part = ("--from-sequence", "116", "--to-sequence", "131")
+    await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 128})
+    assert of_target(await with_target(centre, *part)) == [(15, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1)]
+
+    centre.target_settings["sources"][0]["subject_prefix"] = f"{centre.target}.other"
+    refused = await ran("compare", "-c", str(centre.write()), "us-east/NODES", "--with", "target", code=1)
+    assert "found no message there" in refused.err
+    refused = await ran("compare", "-c", str(config), "us-east/OTHER", "--with", "target", code=2)
+    assert "expected one target that takes us-east/OTHER, found none" in refused.err
+    assert "target=NAME" in (await ran("compare", "-c", str(config), "us-east/NODES", "--with", "replica", code=2)).err
 
 
 @pytest.mark.servers

@@ -27,10 +27,10 @@ from tests.support.basics import soon
 from tests.support.commands import configuration, ran
 from tests.support.domains import hub_and_leaf
 from tests.support.egress import Bench, feed_of, publish_over
-from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, closed_at, rows_of
 
 RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
-ROLES = ("egress", "ingress", "operator", "restore", "replay", "drill")
+ROLES = ("egress", "ingress", "operator", "restore", "replay", "drill", "compare")
 LEASES = "FLOE_LEASES.ingress.>"
 LOOKING = ("chain ls", "status", "checkpoint ls", "gap ls", "check archive", "doctor --role compaction")
 
@@ -142,7 +142,9 @@ async def test_an_operator_has_its_rights(centre: Guarded, server: NatsServer, c
     assert violations(server) == []
 
 
-async def test_a_replay_and_a_drill_have_the_rights_of_the_table(centre: Guarded, server: NatsServer) -> None:
+async def test_a_replay_a_drill_and_a_comparison_have_the_rights_of_the_table(
+    centre: Guarded, server: NatsServer, client: FloeClient
+) -> None:
     feed = ["us-east/NODES"]
     centre.user = "replay"
     await ran("replay", *["-c", str(centre.write()), *feed], "--target", "COPY", "--subject-prefix", "copy", "--create")
@@ -150,6 +152,12 @@ async def test_a_replay_and_a_drill_have_the_rights_of_the_table(centre: Guarded
     await ran("drill", "-c", str(centre.write()), *feed)
     done = await ran("drill", "-c", str(centre.write()), "us-east/NODES", "--exact", "--json")
     assert done.json()["read_back"] == 500
+    centre.user = "ingress"
+    async with centre.running():
+        await closed_at(client, centre, 500)
+    centre.user = "compare"
+    found = await ran("compare", "-c", str(centre.write()), "us-east/NODES", "--with", "target", "--json")
+    assert found.json()["copies"][0]["same"] == 500
 
     assert violations(server) == []
 

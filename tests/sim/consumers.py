@@ -223,6 +223,7 @@ class Consumer:
             if self.wants(message):
                 return message
             self.next = message.sequence + 1
+        self.next = max(self.next, self.stream.last + 1)  # behind deleted messages at the end too
         return None
 
     def _behind(self) -> int:

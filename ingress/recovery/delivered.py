@@ -1,0 +1,193 @@
+"""Compare a feed's archive with a target of ingress, row by row. Nothing in the target or in the archive is changed.
+
+A row is recognized by its `Floe-Source`; the rows of a chain are in the target in their order. Of the rows that are
+absent, each message that the target gave up in that range explains one, the oldest first; the others are missing.
+"""
+
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from common.archive.columns import columns_of, record_batch
+from common.archive.segment import Message
+from common.chain import Chain
+from common.clock import NS_PER_S, parse_time
+from common.errors import Stopped, UsageError
+from common.nats.api import StreamInfo, next_message
+from common.nats.client import FloeClient
+from common.nats.headers import Provenance, split_provenance
+from common.nats.kv import Bucket, state_key
+from common.nats.pull import StartAt, scan
+from common.sequences import SequenceRange
+from common.settings.ingress import IngressSettings, TargetSettings
+from ingress.chains.starts import StartResolver
+from ingress.checkpoint import Checkpoint
+from ingress.checkpoint_store import STATE_ROLE, StateStore
+from ingress.parked import ParkedStore
+from ingress.recovery.living import Batches, CompareRequest, LivingComparison, Missing, Pieces, inside
+from ingress.rows.prepare import SubjectRule, rule_of
+from ingress.verdict.verdict import Finding, TargetErrors, judge, read_target
+
+MAX_CACHED_SUBJECTS = 100_000
+EARLIER_NS = 3600 * NS_PER_S  # a target is read from this long before the first row: clocks may differ
+
+
+def choose_target(settings: IngressSettings, name: str, site: str, feed: str) -> TargetSettings:
+    """Return the target `name` (empty: the only one) that takes the feed. Raises UsageError."""
+    takes = {each.stream: each for each in settings.targets if (site, feed) in each.feed_sources}
+    found = [each for stream, each in takes.items() if name in ("", stream)]
+    if len(found) != 1:
+        names = ", ".join(takes) or "none"
+        raise UsageError(f"--with target=NAME: expected one target that takes {site}/{feed}, found {names}")
+    return found[0]
+
+
+def as_stored(batches: Batches, map_subject: Callable[[bytes], bytes], *, is_relay: bool) -> Batches:
+    """Yield archived rows with the subjects that they have in a target. Blocking.
+
+    `is_relay`: earlier hops are left out, because they are mixed with those that Floe added.
+    """
+    subject_of = lru_cache(MAX_CACHED_SUBJECTS)(map_subject)
+    for batch in batches:
+        rows = columns_of(batch)
+        headers = [split_provenance(each)[1] for each in rows.headers] if is_relay else rows.headers
+        subjects = [*map(subject_of, rows.subjects)]
+        yield record_batch(rows.sequences, rows.timestamps_ns, subjects, headers, rows.payloads)
+
+
+class DeliveredRows:
+    """The rows of a range of a chain in a stream that Floe has filled up to sequence `filled`.
+
+    `parked`: rows that may come later than in their turn. `newest`: the last row found, before the range if none was;
+    `after`, `behind`: the stream's sequences of the nearest row before and after the range; `late`: the sequences of
+    rows that came again, or after a later row.
+    """
+
+    def __init__(self, chain: Chain, rows: SequenceRange, filled: int, parked: Collection[int] = ()) -> None:
+        self._rows, self._filled, self._parked, self.late = rows, filled, parked, array("q")
+        line = Provenance(chain.site, chain.feed, chain.incarnation, chain.partition, 1, 1).line()
+        self._origin = line.removesuffix(b"1 1")
+        self.newest, self.after, self.behind = rows.first - 1, 0, filled + 1
+
+    async def read(self, client: FloeClient, stream: str, start: StartAt, subject: str = "") -> Pieces:
+        """Yield `rows_of` all messages from `start` on. No piece is empty. The caller must close the generator."""
+        async with aclosing(scan(client, stream, start, until=self._filled, subject=subject)) as pieces:
+            async for piece in pieces:
+                if found := [*self.rows_of(piece)]:
+                    yield found
+                if self.behind <= self._filled:
+                    return
+
+    def rows_of(self, piece: Sequence[Message]) -> Iterator[Message]:
+        """Yield the rows among the next messages of the stream, each with its sequence and time at the source."""
+        for message in piece:
+            is_near = self._origin in (message.headers or b"")
+            its, headers = split_provenance(message.headers) if is_near else (None, None)
+            if its is None or not its.line().startswith(self._origin):
+                continue
+            if its.sequence > self._rows.last:
+                self.behind = message.sequence
+                return
+            if its.sequence > self.newest:
+                self.newest = its.sequence
+                yield Message(its.sequence, its.timestamp_ns, message.subject, headers, message.payload)
+            elif its.sequence < self._rows.first:
+                self.after = message.sequence if self.newest < self._rows.first else self.after
+            elif its.sequence not in self._parked:
+                self.late.append(its.sequence)
+
+
+class TargetComparison(LivingComparison):
+    """A comparison with `target`. `states`: the bucket with the states of ingress; `parts`: as of the base."""
+
+    _checkpoint: Checkpoint
+
+    def __init__(self, target: TargetSettings, states: Bucket, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._target, self._states, self._name = target, states, target.stream
+
+    async def _open(self, _chain: Chain) -> StreamInfo:
+        """Return the target. Raises Stopped if it is not the stream that ingress has filled."""
+        state = (await StateStore(self._states, state_key(STATE_ROLE, self._name), self._name).load()).state
+        reading = await read_target(self._client, self._name)
+        if state is None or reading is None:
+            raise TargetErrors(self._name).no_checkpoint(reading)
+        if (verdict := judge(state, reading)).finding is Finding.RECREATED:
+            raise TargetErrors(self._name).error(verdict, [reading])
+        info, self._checkpoint = await self._comparable(self._name), state.checkpoint
+        self._filled = min(state.checkpoint.target_sequence, info.last_sequence)
+        self._copy = f"target {self._name} {info.created}"
+        return replace(info, first_sequence=1)  # its sequences are not those of the chain
+
+    def _bounds(self, chain: Chain, request: CompareRequest) -> tuple[int, int]:
+        first, end = super()._bounds(chain, replace(request, last=None))
+        documents, positions = self._documents, self._checkpoint.positions
+        source = self._target.feed_sources[chain.site, chain.feed]
+        behind = positions.get(chain, 1)
+        if chain in positions:
+            starts = StartResolver(self._name, self._store, documents, self._clock)
+            first = starts.resolve(chain, source, first, None, positions) or behind
+        else:
+            self._notes.append(f"{chain}: ingress has not begun to deliver it to {self._name}")
+        names, repeats = self._checkpoint.parked_names, self._checkpoint.parked
+        is_again = repeats is not None and any(each in (None, chain) for each, _ in repeats.repeats)
+        self._may_repeat = is_again or self._target.delivery != "exactly_once"
+        entries = ParkedStore(documents.objects, documents.layout, self._name, names).list_entries().items()
+        self._parked = [each.sequence for each, entry in entries if each.chain == chain and entry.is_passed]
+        self._waiting = max(0, end - behind + 1)
+        rule, document = rule_of(source, chain), documents.read_chain(chain)
+        # A transform leaves subjects that it does not match as they are.
+        self._rule, self._filter = rule, rule.pattern or "" if isinstance(rule, SubjectRule) else ""
+        self._skipped, self._is_relay = self._given_up(chain, 1), document is not None and document.relay
+        return first, min(end, behind - 1, request.last or end)
+
+    def _given_up(self, chain: Chain, first: int) -> list[SequenceRange]:
+        """Return also the ranges that the target skipped, and those of segments in quarantine."""
+        documents, layout = self._documents, self._documents.layout
+        prefix, found = layout.quarantine_prefix(), super()._given_up(chain, first)
+        found += [each.range for each in documents.skipped_gaps(self._name, chain, position=first)]
+        for info in documents.objects.list(prefix):
+            name = layout.parse_segment(layout.root + info.key[len(prefix) :].partition("/")[2])
+            found += [name.coverage] if name is not None and name.chain == chain else []
+        return found
+
+    def _expected(self, batches: Batches) -> Batches:
+        return as_stored(batches, self._rule.apply, is_relay=self._is_relay)
+
+    def _pieces(self, chain: Chain, _stream: StreamInfo, _server: str, rows: SequenceRange, first: Any) -> Pieces:
+        self._arrivals = DeliveredRows(chain, rows, self._filled, self._parked)
+        self._begin = 0 if first is None else first.column("timestamp_ns")[0].as_py()
+        start = StartAt(time_ns=self._begin - EARLIER_NS) if rows.first > 1 else StartAt(1)
+        return self._arrivals.read(self._client, self._name, start, self._filter)
+
+    async def _missing(self, stream: str, rows: SequenceRange, end: int, absent: Sequence[int]) -> Missing:
+        arrivals, found = self._arrivals, np.asarray(absent, np.int64)
+        is_late, is_parked = np.isin(found, arrivals.late), np.isin(found, self._parked)
+        is_skipped = inside(found, self._skipped) & ~is_parked & ~is_late
+        rest = found[~(is_late | is_parked | is_skipped)]
+        counts = {"parked": int(is_parked.sum()), "skipped": int(is_skipped.sum()), "out_of_order": int(is_late.sum())}
+        counts["repeated"] = len(arrivals.late) - counts["out_of_order"]
+        counts["waiting"] = self._waiting if rows.last == end else 0
+        if not len(rest):
+            return (), counts
+        info, deleted = await self._read_deleted(stream)
+        first, after, behind = info.first_sequence, arrivals.after, arrivals.behind
+        if not info.messages:
+            first = info.last_sequence + 1
+        elif parse_time(info.first_timestamp) < self._begin:  # what was removed before it is older than these rows
+            after = max(after, first - 1)
+        gone = max(0, min(behind, first) - 1 - after) + sum(after < each < behind for each in deleted)
+        missing = rest[gone:].tolist()
+        is_bare = missing and arrivals.newest < rows.first and info.messages and self._filter
+        if is_bare and await next_message(self._client, stream, 1, self._filter) is None:
+            raise Stopped(
+                f"target {stream}: expected the rows on {self._filter}, found no message there",
+                hint="it was filled with other settings of the source: compare with those",
+                code="E-COMPARE-TARGET",
+            )
+        return missing, counts
