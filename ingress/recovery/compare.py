@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 
 from common.archive.segment import Message
 
 MAX_EXAMPLES = 5
-
-
-@dataclass(slots=True)
-class MessageTrail:
-    """The messages of one chain in the order in which they were read: 16 bytes each."""
-
-    sequences: array[int] = field(default_factory=lambda: array("Q"))
-    fingerprints: array[int] = field(default_factory=lambda: array("Q"))
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def add(self, message: Message) -> None:
-        self.sequences.append(message.sequence)
-        self.fingerprints.append(fingerprint(message))
 
 
 def fingerprint(message: Message) -> int:
@@ -63,30 +46,3 @@ class Differences:
             f"lost {self.lost:,}, repeated {self.repeated:,}, out of order {self.out_of_order:,}, "
             f"altered {self.altered:,}, unexpected {self.unexpected:,}"
         )
-
-
-def compare_trails(expected: MessageTrail, found: MessageTrail, name: str = "") -> Differences:
-    """Compare the messages `expected` (ascending, each once) with those that were `found`."""
-    seen, newest, examples = bytearray(len(expected)), 0, []
-    counts = dict.fromkeys(("repeated", "out_of_order", "altered", "unexpected"), 0)
-    for sequence, print_ in zip(found.sequences, found.fingerprints, strict=True):
-        place = bisect_left(expected.sequences, sequence)
-        wrong = ""
-        if place == len(expected) or expected.sequences[place] != sequence:
-            wrong = "unexpected"
-        elif seen[place]:
-            wrong = "repeated"
-        else:
-            seen[place] = 1
-            if sequence < newest:
-                wrong = "out_of_order"
-            elif expected.fingerprints[place] != print_:
-                wrong = "altered"
-        newest = max(newest, sequence)
-        if wrong:
-            counts[wrong] += 1
-            examples.append(f"{name} {sequence}: {wrong.replace('_', ' ')}")
-            del examples[MAX_EXAMPLES:]
-    lost = [sequence for sequence, is_found in zip(expected.sequences, seen, strict=True) if not is_found]
-    examples += [f"{name} {sequence}: lost" for sequence in lost[:MAX_EXAMPLES]]
-    return Differences(len(expected), len(found), len(lost), **counts, examples=tuple(examples[:MAX_EXAMPLES]))

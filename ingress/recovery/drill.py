@@ -8,33 +8,30 @@ consumers deliver to nobody. It is on the server that `floe restore` would choos
 from __future__ import annotations
 
 import secrets
-from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
 from typing import Any
 
-from common.archive.columns import messages
 from common.archive.documents import ChainStore
 from common.archive.scan import ChainArchive, Hole, Problem, Scan
-from common.archive.segment import Message
 from common.archive.store import SegmentStore
-from common.chain import Chain
 from common.clock import Clock
 from common.errors import Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices, floe_command
 from common.local_server import LocalServerMaker, start_local_server
 from common.nats.api import SCRATCH_PREFIX, create_stream, stream_info
 from common.nats.client import FloeClient
-from common.nats.headers import split_provenance
-from common.nats.pull import for_each_message
+from common.nats.pull import StartAt
 from common.nats.requests import ApiError
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.settings.root import Settings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop
-from ingress.recovery.compare import Differences, MessageTrail, compare_trails
+from ingress.recovery.compare import Differences
+from ingress.recovery.delivered import DeliveredRows, as_stored
+from ingress.recovery.living import Tally
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.preflight import room_error
 from ingress.recovery.ranges import ChainRange, ReplayPlan
@@ -97,9 +94,6 @@ class DrillReport:
             yield f"the whole feed would take about {duration_words(self.full_replay_seconds)}"
 
 
-_FOREIGN = Chain("unknown", "unknown")  # messages of the scratch stream that Floe did not write
-
-
 class Drill:
     """One drill, with a scratch stream of its own."""
 
@@ -154,11 +148,7 @@ class Drill:
         former = await work.load_former(client)
         if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
             raise Unavailable("the drill was stopped before its end", hint="run the same command again")
-        found = await self._read_scratch(client)
-        ranges, problems = former.receipt.ranges, list[Problem]()
-        expected = await self._threads.run(self._read_archive, ranges, problems)
-        compared = (compare_trails(expected[chain], found[chain], str(chain)) for chain in sorted({*expected, *found}))
-        total = reduce(Differences.plus, compared, Differences())
+        total = await self._compare(client, former.receipt.ranges, problems := list[Problem]())
         # The plan reports holes without damage; accepted ones do not count.
         reported = tuple(str(each) for each in problems if not isinstance(each, Hole) or each.causes)
         full = await self._threads.run(self._full_replay_seconds, work.request, plan, result)
@@ -175,51 +165,40 @@ class Drill:
         first = max(1, end - DEFAULT_SEQUENCES + 1)
         return replace(request, incarnation=newest[0].incarnation, from_sequence=first)
 
-    # Messages found, and messages expected
-
-    async def _read_scratch(self, client: FloeClient) -> defaultdict[Chain, MessageTrail]:
+    async def _compare(
+        self, client: FloeClient, ranges: tuple[ChainRange, ...], problems: list[Problem]
+    ) -> Differences:
+        """Compare the scratch stream with the archive, which is read by another code path than the replay."""
         if (info := await stream_info(client, self.stream)) is None:
             raise Unavailable(f"scratch stream {self.stream} is gone")
-        trails, strip = defaultdict[Chain, MessageTrail](MessageTrail), len(self.prefix) + 1
-
-        read = 0
-
-        def take(stored: Message) -> None:
-            nonlocal read
-            read += 1
-            self._print_progress(f"read back {format_count(read, 'message')} of {info.messages:,}", read)
-            origin, headers = split_provenance(stored.headers)
-            if origin is None:
-                trails[_FOREIGN].add(stored)
-                return
-            subject = stored.subject[strip:]
-            trails[origin.chain].add(Message(origin.sequence, origin.timestamp_ns, subject, headers, stored.payload))
-
-        if info.messages:
-            await for_each_message(client, info.name, info.last_sequence, take)
-        return trails
-
-    def _read_archive(
-        self, ranges: tuple[ChainRange, ...], problems: list[Problem]
-    ) -> defaultdict[Chain, MessageTrail]:
-        """Read the messages of the archive, by another code path than the replay. Blocking."""
-        trails, read = defaultdict[Chain, MessageTrail](MessageTrail), 0
+        total, prefix = Differences(), self.prefix.encode() + b"."
         for each in ranges:
-            document = self._documents.read_chain(each.chain)
-            relay = document is not None and document.relay
+            document = await self._threads.run(self._documents.read_chain, each.chain)
             archive = ChainArchive(self._store.with_partial_reads(), each.chain)  # as the replay reads
-            for batch in Scan(archive, each.rows, problems.append).batches():
-                read += batch.num_rows
-                self._print_progress(f"read {format_count(read, 'message')} of the archive to compare", 0)
-                for message in messages(batch):
-                    # Earlier hops of a relay are mixed with those that the replay adds.
-                    kept = replace(message, headers=split_provenance(message.headers)[1]) if relay else message
-                    trails[each.chain].add(kept)
-        return trails
-
-    def _print_progress(self, text: str, count: int) -> None:
-        if count % 1000 == 0:
-            self._progress.update(text, self._clock.monotonic())
+            batches = Scan(archive, each.rows, problems.append).batches()
+            is_relay = document is not None and document.relay
+            tally = Tally(as_stored(batches, lambda subject: prefix + subject, is_relay=is_relay))
+            arrivals = DeliveredRows(each.chain, each.rows, info.last_sequence)
+            async with aclosing(arrivals.read(client, self.stream, StartAt(1))) as pieces:
+                async for piece in pieces:
+                    await self._threads.run(tally.add, piece, piece[-1].sequence)
+                    read = format_count(total.found + tally.found, "message")
+                    self._progress.update(f"compared {read} of {info.messages:,}", self._clock.monotonic())
+            await self._threads.run(tally.add, (), each.rows.last)
+            late, absent = arrivals.late, {*tally.absent}
+            disordered = absent.intersection(late)
+            found = tally.differences("lost", sorted(absent - disordered), "unexpected", tally.extra)
+            total = total.plus(
+                replace(
+                    found,
+                    found=found.found + len(late),
+                    repeated=len(late) - len(disordered),
+                    out_of_order=len(disordered),
+                    examples=tuple(f"{each.chain} {text}" for text in found.examples),
+                )
+            )
+        foreign = info.messages - total.found  # Floe did not write them
+        return replace(total, found=info.messages, unexpected=total.unexpected + foreign)
 
     def _full_replay_seconds(self, request: ReplayRequest, plan: ReplayPlan, result: ReplayResult) -> float | None:
         drilled = sum(p.stretch.segment.size * p.rows / max(1, p.footer.rows) for p in plan.parts)

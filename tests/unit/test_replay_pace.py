@@ -9,14 +9,12 @@ import pyarrow as pa
 import pytest
 
 from common.archive.keys import SegmentName
-from common.archive.segment import Message
 from common.chain import Chain
 from common.errors import LeaseLost, UsageError
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from ingress.checkpoint import IntentPiece
 from ingress.publishers.publisher import Outcome
-from ingress.recovery.compare import Differences, MessageTrail, compare_trails
 from ingress.recovery.guard import run_with_renewal
 from ingress.recovery.pace import Interrupted, Pace, PacedPublisher, RowsPrefix, pace_of
 from ingress.recovery.preview import progress_line, progress_of
@@ -24,7 +22,6 @@ from ingress.recovery.ranges import ChainRange, split_range
 from ingress.recovery.request import ReplayRequest
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.support.clock import ManualClock
-from tests.support.segments import CHAIN, message
 
 SECOND = 1_000_000_000
 
@@ -108,35 +105,7 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_if_asked() -> 
         await paced.publish(rows, 0, 5)
 
 
-# The comparison of a drill
-
-
-def trail_of(*rows: Message) -> MessageTrail:
-    found = MessageTrail()
-    for row in rows:
-        found.add(row)
-    return found
-
-
-def test_the_comparison_finds_each_difference() -> None:
-    one, two, three, four = (message(s) for s in range(1, 5))
-    expected = trail_of(one, two, three)
-    for rows, differences in (
-        ((one, two, three), {}),
-        ((one, three), {"lost": 1}),
-        ((one, two, two, three), {"repeated": 1}),
-        ((two, one, three), {"out_of_order": 1}),
-        ((one, two, three, four), {"unexpected": 1}),
-        *(
-            ((one, two, message(3, **other)), {"altered": 1, "examples": ("NODES 3: altered",)})
-            for other in ({"payload": b"else"}, {"headers": b""}, {"subject": b"nodes.two"}, {"timestamp_ns": 1})
-        ),
-    ):
-        found = compare_trails(expected, trail_of(*rows), CHAIN.feed)
-        wanted = {"expected": 3, "found": len(rows), "examples": found.examples, **differences}
-        assert (found, found.is_empty) == (Differences(**wanted), not differences)
-    summed = compare_trails(expected, trail_of(one)).plus(compare_trails(expected, trail_of(one, one, two, three)))
-    assert (summed.expected, summed.lost, summed.repeated) == (6, 2, 1)
+# The lease of a drill
 
 
 async def test_a_drill_ends_with_its_lease_and_a_restore_checks_its_lease_itself() -> None:
