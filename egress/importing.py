@@ -42,7 +42,6 @@ from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, cancel, raise_fatal, spawn
 from egress.archive import Archive
 from egress.context import CommandContext
-from egress.deps import PartitionDeps
 from egress.incarnations import Incarnation, Incarnations, configured_layout, newest_incarnation
 from egress.partition import Partition
 from egress.session import ReadContext
@@ -212,7 +211,7 @@ class BackupImport:
                 worker = Worker(deps)
                 showing = spawn(self._show_progress(info), raise_fatal, name="progress")
                 try:
-                    judge = partial(self._judge, current, worker, deps)
+                    judge = partial(self._judge, current, worker)
                     archive = await worker.read_up_to(info.last_sequence, judge, lease, stop)
                 finally:
                     await cancel(showing)
@@ -320,15 +319,10 @@ class BackupImport:
         starts = ChainStart.of(configured_layout(self._partition, first))
         return StreamDocument(self._backup.config, info.created, None, starts, stream_first=first, importing=digest)
 
-    async def _judge(self, current: Incarnation, worker: Worker, deps: PartitionDeps) -> ReadContext:
-        archive = self._archive = await Archive.open(current, deps)
-        await archive.load()
-        await archive.load_all()
-        evidence, verdict = await worker.judge_stream(current, archive)
-        if not verdict.is_same or evidence.source is None:
-            raise await worker.stopped(current, archive, evidence, verdict)
-        worker.discard()
-        return ReadContext(current, archive, evidence.source)
+    async def _judge(self, current: Incarnation, worker: Worker) -> ReadContext:
+        context, _ = await worker.judge_whole(current)
+        self._archive = context.archive
+        return context
 
     def _count_rows(self) -> int:
         store = self._context.deps.store

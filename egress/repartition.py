@@ -199,21 +199,12 @@ class Repartition:
         return (await worker.read_up_to(last, partial(self._judge, partition, worker), lease, stop)).end
 
     async def _judge(self, partition: Partition, worker: Worker) -> ReadContext:
-        """Return the archive and the judged source, with all holes, because no later session reads them. Raises Stopped
-        if the stream is not the same.
-        """
-        current = await self._load(partition)
-        archive = await Archive.open(current, self._context.deps_of(partition))
-        await archive.load()
-        await archive.load_all()
-        evidence, verdict = await worker.judge_stream(current, archive)
-        if not verdict.is_same or evidence.source is None:
-            raise await worker.stopped(current, archive, evidence, verdict)
-        worker.discard()
+        """Return `Worker.judge_whole`, if the incarnation is still open. Raises as it does, and Unavailable."""
+        context, verdict = await worker.judge_whole(current := await self._load(partition))
         closing = await worker.handover.closing(current)
         if not await worker.handover.reopen(current, closing):
             raise Unavailable(
                 f"{current.chain}: it is being closed already, although the stream is {verdict.kind.value}",
                 hint="start egress with its former configuration, wait for its next incarnation, then try again",
             )
-        return ReadContext(current, archive, evidence.source)
+        return context

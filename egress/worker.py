@@ -273,7 +273,7 @@ class Worker:
         self, last: int, judge: Callable[[], Awaitable[ReadContext]], lease: Lease, stop: Stop
     ) -> Archive:
         """Cover everything up to `last` that the stream still holds, and nothing after it; for commands. `judge`:
-        returns the archive and the judged source, with all holes, because no later session reads them.
+        returns the result of `judge_whole`.
 
         Raises the errors of `judge`, Unavailable if `stop` comes first or the lease is lost.
         """
@@ -288,6 +288,19 @@ class Worker:
             await self.read_at(bounded, context, lease, stop)
         chain = self._partition.chain
         raise Unavailable(f"{chain}: stopped before it was read up to sequence {last}", hint="try again")
+
+    async def judge_whole(self, current: Incarnation) -> tuple[ReadContext, SourceVerdict]:
+        """Return the archive with all holes, and the judged source, for `read_up_to`: no later session reads them.
+
+        Raises Stopped if the stream is not the same.
+        """
+        archive = await self._open_archive(current)
+        await archive.load_all()
+        evidence, verdict = await self.judge_stream(current, archive)
+        if not verdict.is_same or evidence.source is None:
+            raise await self.stopped(current, archive, evidence, verdict)
+        self.discard()
+        return ReadContext(current, archive, evidence.source), verdict
 
     async def _resume(self, position: Position, context: ReadContext) -> ResumedSampler:
         deps, chain = self._deps, context.current.chain

@@ -16,7 +16,6 @@ from common.cli import (
     CHAIN_TYPE,
     ChainSelector,
     ParsedType,
-    RequestedTime,
     SequenceType,
     chain_argument,
     check_range,
@@ -182,19 +181,7 @@ def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
 @yes_option
 @decision_command
 async def restore(
-    config: str,
-    selector: ChainSelector,
-    name: str | None,
-    subjects: str | None,
-    to_sequence: int | None,
-    until: RequestedTime | None,
-    skip_to: int | None,
-    no_consumers: bool,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-    is_all: bool,
-    **others: Any,
+    config: str, selector: ChainSelector, as_json: bool, name: str | None, is_all: bool, yes: bool, **args: Any
 ) -> int:
     """Restore a lost stream exactly: sequences, times, headers, configuration, consumers with their positions.
 
@@ -218,6 +205,8 @@ async def restore(
     from ingress.recovery.restore import Restore
     from ingress.recovery.site_restore import WholeSiteRestore
 
+    dry_run, subjects, until = (args.pop(each) for each in ("dry_run", "subjects", "until"))
+    skip_to, to_sequence = args["skip_to"], args["to_sequence"]
     _check_whole_feed(selector, "restored")
     check_all(selector, is_all, name, subjects, to_sequence, skip_to)
     if name is not None and not FEED_PATTERN.fullmatch(name):
@@ -242,18 +231,9 @@ async def restore(
     if skip_to is not None and (to_sequence, until) != (None, None):
         raise UsageError("--skip-to-sequence: expected only without --to-sequence and --until")
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    request = RestoreRequest(
-        selector.site,
-        selector.feed,
-        selector.incarnation,
-        name or "",
-        to_sequence,
-        resolve_time(clock.now(), until),
-        consumers=not no_consumers,
-        subjects=own_subjects,
-        skip_to=skip_to,
-        **others,
-    )
+    of, args["consumers"] = (selector.site, selector.feed, selector.incarnation), not args.pop("no_consumers")
+    args["to_time_ns"] = resolve_time(clock.now(), until)
+    request = RestoreRequest(*of, name or "", subjects=own_subjects, **args)
     store, chains = open_for_work(settings)
     with closing(store):
         if is_all:
@@ -319,16 +299,7 @@ async def _restore_site(
 @click.option("--allow-lossy", is_flag=True, help="Also export an archive that lacks messages.")
 @dry_run_option
 @config_command
-async def export(
-    config: str,
-    selector: ChainSelector,
-    directory: str,
-    to_sequence: int | None,
-    until: RequestedTime | None,
-    allow_lossy: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
+async def export(config: str, selector: ChainSelector, as_json: bool, dry_run: bool, **args: Any) -> int:
     """Export a stream as a backup of the command `nats`, into the new folder DIR.
 
     `nats backup restore stream DIR` makes the stream from it, on nats-server 2.15 or newer: messages with their
@@ -345,18 +316,10 @@ async def export(
     from ingress.recovery.plan import RestoreRequest
 
     _check_whole_feed(selector, "exported")
-    check_range(None, to_sequence, None, until)
+    check_range(None, args["to_sequence"], None, until := args.pop("until"))
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    request = RestoreRequest(
-        selector.site,
-        selector.feed,
-        selector.incarnation,
-        to_sequence=to_sequence,
-        to_time_ns=resolve_time(clock.now(), until),
-        verify="state",
-        allow_lossy=allow_lossy,
-        directory=directory,
-    )
+    of, args["to_time_ns"] = (selector.site, selector.feed, selector.incarnation), resolve_time(clock.now(), until)
+    request = RestoreRequest(*of, verify="state", **args)
     store, chains = open_for_work(settings)
     async with stop_on_signals() as stop:
         work = Export(request, store, chains, clock, progress := Progress(), stop)

@@ -224,10 +224,6 @@ class ExactReport:
     differences: tuple[str, ...]
 
     @property
-    def rows(self) -> int:
-        return self.restored.rows
-
-    @property
     def exit_code(self) -> int:
         return EXIT_DIFFERENCES if self.differences or not self.restored.comparison.is_same else 0
 

@@ -50,13 +50,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 @config_command
 async def drill(
-    parts: Mapping[str, Callable[[], Any]],
-    /,
-    config: str,
-    selector: ChainSelector,
-    as_json: bool,
-    is_all: bool,
-    **args: Any,
+    parts: Mapping[str, Callable[[], Any]], /, config: str, selector: ChainSelector, as_json: bool, **args: Any
 ) -> int:
     """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
 
@@ -80,7 +74,7 @@ async def drill(
     from ingress.recovery.restore import Restore
     from ingress.recovery.site_restore import WholeSiteRestore
 
-    check_all(selector, is_all, args["to_sequence"])
+    check_all(selector, is_all := args.pop("is_all"), args["to_sequence"])
     exact = {key: args.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
     is_exact, storage = exact.pop("exact") or is_all, args.pop("storage")
     _check_drill(is_exact, {**exact} if not is_exact else {**args, "storage": storage, "partition": selector.partition})

@@ -181,7 +181,7 @@ class WholeSiteRestore:
             return
         state = "differs" if report.exit_code else "drilled" if self._make_drill else "restored"
         outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)
-        self._note(replace(outcome, text=f"{report.rows:,} messages"))
+        self._note(replace(outcome, text=f"{report.as_json()['rows']:,} messages"))
         self._progress.print(next(outcome.lines()))
 
     async def _bring_back(
