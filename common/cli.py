@@ -355,6 +355,23 @@ from_sequence_option = click.option("--from-sequence", type=SequenceType(), help
 to_sequence_option = click.option("--to-sequence", type=SequenceType(), help="The last sequence.")
 
 
+#: `--metrics-textfile FILE`; the command gets `textfile: Path | None`, for `check_textfile`.
+textfile_option = click.option(
+    "--metrics-textfile",
+    "textfile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the metrics of the run there, for node_exporter: NAME.prom.",
+)
+
+
+def check_textfile(path: Path | None) -> None:
+    """Check that the file can be written, before a run that takes long. Raises UsageError."""
+    if path and (path.exists() and not path.is_file()):
+        raise UsageError(f"--metrics-textfile {path}: expected the name of a file, found something else")
+    if path and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--metrics-textfile {path}: expected a file in a writable folder, found none")
+
+
 def range_options(command: Command) -> Command:
     """Add the bounds of a range, as sequences and as times."""
     return from_sequence_option(to_sequence_option(since_option(until_option(command))))

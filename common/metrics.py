@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, write_to_textfile
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
@@ -64,6 +64,12 @@ def counter(name: str, help: str, labels: Sequence[str] = (), *, kind: str = "",
     if unknown := sets.keys() - set(labels):
         raise ValueError(f"metric {name}: expected sets of its labels, found {unknown}")
     return _declare(Counter(PREFIX + name, help, labels, registry=REGISTRY), name, labels, kind, sets)
+
+
+def write_textfile(path: Path, begin: str) -> None:
+    """Write the metrics whose names begin so to the file `path`, which is whole at any moment. Raises OSError."""
+    names = [family.name for family in REGISTRY.collect() if family.name.startswith(PREFIX + begin)]
+    write_to_textfile(str(path), REGISTRY.restricted_registry(names))
 
 
 def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:

@@ -16,7 +16,7 @@ import click
 
 from common.chain import Chain
 from common.check_cli import DAY_S, CheckResult, CheckState, PerformanceValue, Thresholds, thresholds
-from common.cli import chains_argument, config_command, print_json, print_table
+from common.cli import chains_argument, check_textfile, config_command, print_json, print_table, textfile_option
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.logs import escape, get_logger
@@ -48,12 +48,7 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="Print the planned merges and deletions, and why others wait.")
 @click.option("--strict", is_flag=True, help="Exit 3 also for problems that an earlier run reported.")
-@click.option(
-    "--metrics-textfile",
-    "textfile",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the metrics of the run there, for node_exporter: NAME.prom.",
-)
+@textfile_option
 @config_command
 def compact(
     config: str,
@@ -86,10 +81,7 @@ def compact(
     """
     if dry_run and textfile:
         raise UsageError("expected --dry-run or --metrics-textfile, found both: a dry run has no metrics")
-    if textfile and (textfile.exists() and not textfile.is_file()):
-        raise UsageError(f"--metrics-textfile {textfile}: expected the name of a file, found something else")
-    if textfile and not os.access(textfile.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--metrics-textfile {textfile}: expected a file in a writable folder, found none")
+    check_textfile(textfile)
     from common.archive.catalog import select_chains
     from common.archive.keys import configured_feeds, parse_chain_name
     from compaction import report
@@ -369,6 +361,7 @@ class _Metrics:
 
     def write(self, done: RunReport | None, *, is_success: bool) -> None:
         """Write the metrics. `done` None: the run was aborted. Raises OSError if the file cannot be written."""
+        from common.metrics import write_textfile
         from compaction import report
 
         if self._path is None:
@@ -376,7 +369,7 @@ class _Metrics:
         report.last_success.set(report.read_last_success(self._path) or 0.0)
         seconds = self._clock.monotonic() - self._began
         report.show_metrics(done, seconds, self._clock.now(), is_success=is_success)
-        report.write_metrics(self._path)
+        write_textfile(self._path, "compaction_")
 
 
 class _RunRecord:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from prometheus_client import write_to_textfile
 
 from common.archive.captures import CaptureRef
 from common.archive.checks import ForeignKeys
@@ -21,7 +20,7 @@ from common.chain import Chain
 from common.cli import print_json
 from common.clock import NS_PER_S, format_time
 from common.exits import exit_with_code
-from common.metrics import REGISTRY, gauge
+from common.metrics import gauge
 from common.settings import loader
 from common.settings.root import Settings
 from common.settings.types import duration_words, format_count, format_duration, size_words
@@ -434,12 +433,6 @@ def show_metrics(report: RunReport | None, seconds: float, now: float, *, is_suc
     for each in done.retention.holds:
         held_bytes.labels(each.target).inc(each.size)
     failed.set(1 if report is None else len(done.failures))
-
-
-def write_metrics(path: Path) -> None:
-    """Write the metrics of the run to the file `path`, which is whole at any moment. Raises OSError."""
-    names = [family.name for family in REGISTRY.collect() if family.name.startswith("floe_compaction_")]
-    write_to_textfile(str(path), REGISTRY.restricted_registry(names))
 
 
 def read_last_success(path: Path) -> float | None:

@@ -55,7 +55,7 @@ else
 fi
 
 all=(--set ingress.enabled=true --set compaction.enabled=true --set serviceMonitor.enabled=true)
-all+=(--set compaction.executors=true)
+all+=(--set compaction.executors=true --set compare.enabled=true)
 
 rendered() {
   helm template floe infra/helm/floe "$@" >"$work/rendered.yaml" && "$python" - "$work/rendered.yaml" "$work" <<'END'

@@ -243,6 +243,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         stat_panel("segments written", "sum(floe_compaction_output_segments)", red_from=None),
         stat_panel("segments deleted", "sum(floe_compaction_deleted_segments)", red_from=None),
         stat_panel("duration", "max(floe_compaction_duration_seconds)", unit="s", red_from=None),
+        stat_panel("chains that differ from a copy", "sum(floe_compare_differs)"),
         stat_panel("retention held back", "sum(floe_compaction_retention_held_bytes)", unit="bytes"),
         Panel(
             "bytes read, written, deleted",
@@ -337,6 +338,7 @@ METRICS_WITHOUT_PANEL: Mapping[str, Sequence[str]] = {
         "floe_ingress_publish_last_success_timestamp_seconds",
         "floe_ingress_positions_put_timestamp_seconds",
         "floe_compaction_last_run_timestamp_seconds",
+        "floe_compare_last_run_timestamp_seconds",
     ),
     "a fact that seldom changes; floe status shows it": (
         "floe_egress_incarnation",

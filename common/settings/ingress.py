@@ -203,6 +203,10 @@ class TargetSettings(Section):
         """Return the feeds that an entry names, and those of `feeds` that patterns match."""
         return self.feed_sources.keys() | self.matched_feeds(feeds).keys()
 
+    def takes(self, site: str, feed: str, name: str = "") -> bool:
+        """True if it takes the feed, and has the name, unless that is empty."""
+        return name in ("", self.stream) and (site, feed) in self.listed_feeds([(site, feed)])
+
     def subjects_to_create(self) -> tuple[str, ...]:
         """Return the subjects of the stream when it is created; empty without `create`."""
         if self.create is None:

@@ -17,14 +17,14 @@ from common.archive.columns import columns_of, record_batch
 from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import NS_PER_S, parse_time
-from common.errors import Stopped, UsageError
+from common.errors import Stopped
 from common.nats.api import StreamInfo, next_message
 from common.nats.client import FloeClient
 from common.nats.headers import Provenance, split_provenance
 from common.nats.kv import Bucket, state_key
 from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
-from common.settings.ingress import IngressSettings, TargetSettings
+from common.settings.ingress import TargetSettings
 from ingress.chains.starts import StartResolver
 from ingress.checkpoint import Checkpoint
 from ingress.checkpoint_store import STATE_ROLE, StateStore
@@ -35,16 +35,6 @@ from ingress.verdict.verdict import Finding, TargetErrors, judge, read_target
 
 MAX_CACHED_SUBJECTS = 100_000
 EARLIER_NS = 3600 * NS_PER_S  # a target is read from this long before the first row: clocks may differ
-
-
-def choose_target(settings: IngressSettings, name: str, site: str, feed: str) -> TargetSettings:
-    """Return the target `name` (empty: the only one) that takes the feed. Raises UsageError."""
-    takes = {each.stream: each for each in settings.targets if (site, feed) in each.feed_sources}
-    found = [each for stream, each in takes.items() if name in ("", stream)]
-    if len(found) != 1:
-        names = ", ".join(takes) or "none"
-        raise UsageError(f"--with target=NAME: expected one target that takes {site}/{feed}, found {names}")
-    return found[0]
 
 
 def as_stored(batches: Batches, map_subject: Callable[[bytes], bytes], *, is_relay: bool) -> Batches:

@@ -13,17 +13,18 @@ from common.chain import CHAIN_FORM
 from common.cli import (
     ChainSelector,
     ParsedType,
-    chain_argument,
     check_range,
+    check_textfile,
     config_command,
     from_sequence_option,
     print_json,
     range_options,
     resolve_time,
+    textfile_option,
     to_sequence_option,
 )
-from common.errors import UsageError
-from common.exits import EXIT_RETRY_LATER
+from common.errors import FloeError, UsageError
+from common.exits import EXIT_RETRY_LATER, report_error
 from common.open import load_settings, open_for_work
 from ingress.recovery.cli import SITE_OR_CHAIN_TYPE, check_all, echo_lines, resolve_times
 
@@ -142,7 +143,8 @@ def _parse_mode(text: str) -> tuple[str, str]:
 
 
 @click.command()
-@chain_argument
+@click.argument("selector", type=SITE_OR_CHAIN_TYPE, metavar=f"{CHAIN_FORM}|SITE")
+@click.option("--all", "is_all", is_flag=True, help="All feeds of SITE; with a target, those that it takes.")
 @click.option(
     "--with",
     "mode",
@@ -156,46 +158,72 @@ def _parse_mode(text: str) -> tuple[str, str]:
 @to_sequence_option
 @click.option("--since-last", is_flag=True, help="Only what no earlier comparison found equal.")
 @click.option("--rate", default="", metavar="RATE", help="Maximum rate of reading: 5000/s (messages) or 20M/s (bytes).")
+@textfile_option
 @config_command
 async def compare(
-    config: str, selector: ChainSelector, as_json: bool, mode: tuple[str, str], rate: str, **args: Any
+    config: str, selector: ChainSelector, as_json: bool, is_all: bool, mode: tuple[str, str], rate: str, **args: Any
 ) -> int:
     """Compare the archive of a feed with its living stream, or with a target, row by row, and change neither.
 
     Names what is missing in the stream, altered, or not archived. Rows that limits, deletion or acknowledgement took
     away are counted apart; of a target also those that ingress parked, skipped, or has not delivered yet. --since-last
     also continues a comparison that was stopped. Exit 3 if there are differences, 75 if it was stopped before its end.
+    With --all, what cannot be compared is named, and the others are compared.
 
     \b
     Examples:
       floe compare -c site.yaml us-east/ORDERS --since-last
-      floe compare -c site.yaml us-east/ORDERS --with each-replica
+      floe compare -c site.yaml us-east --all --since-last
       floe compare -c central.yaml us-east/ORDERS --with target=FLEET --rate 20M/s
     """
     from common.clock import SystemClock
+    from common.metrics import write_textfile
     from common.nats.buckets import optional_state
     from common.nats.client import connect
     from common.service.process import ThreadPool, stop_on_signals
     from common.service.progress import Progress
-    from ingress.recovery.delivered import TargetComparison, choose_target
-    from ingress.recovery.living import CompareRequest, LivingComparison
+    from ingress.recovery.delivered import TargetComparison
+    from ingress.recovery.living import CompareReport, CompareRequest, LivingComparison, show_metrics
     from ingress.recovery.pace import pace_of
 
-    check_range(first := args.pop("from_sequence"), last := args.pop("to_sequence"), None, None)
-    kind, name = mode
-    request = CompareRequest(**asdict(selector), mode=kind, first=first, last=last, pace=pace_of(rate), **args)
+    check_all(selector, is_all, first := args.pop("from_sequence"), last := args.pop("to_sequence"))
+    check_range(first, last, None, None)
+    (kind, name), textfile = mode, args.pop("textfile")
+    check_textfile(textfile)
+    args |= {"mode": kind, "first": first, "last": last, "pace": pace_of(rate)}
     settings, clock, progress = load_settings(config, quiet=True), SystemClock(), Progress()
-    target = choose_target(settings.ingress, name, selector.site, selector.feed) if kind == "target" else None
+    targets = settings.ingress.targets if kind == "target" else (None,)
     store, documents = open_for_work(settings)
+    reports, codes = list[CompareReport](), list[int]()
     with closing(store), closing(ThreadPool("compare", 1)) as threads:
-        client = await connect(settings.nats_for("ingress" if target else "egress"), name="floe compare", clock=clock)
+        feeds = [selector.feed] if selector.feed else sorted({chain.feed for chain in documents.chains(selector.site)})
+        works = [
+            (feed, each) for feed in feeds for each in targets if each is None or each.takes(selector.site, feed, name)
+        ]
+        if not works or (len(works) > 1 and not is_all):
+            names = ", ".join(each.stream for _, each in works if each) or "none"
+            expected = "one target that takes it (--with target=NAME)" if kind == "target" else "an archive"
+            raise UsageError(f"{selector.site}/{selector.feed or '*'}: expected {expected}, found {names}")
+        nats = settings.nats_for("ingress" if kind == "target" else "egress")
+        client = await connect(nats, name="floe compare", clock=clock)
         async with aclosing(client), stop_on_signals() as stop:
-            parts, states = (
-                (client, store, documents, threads, clock, progress),
-                optional_state(client, settings.ingress),
-            )
-            work = TargetComparison(target, states, *parts) if target else LivingComparison(*parts)
-            report = await work.run(request, stop)
+            parts = client, store, documents, threads, clock, progress
+            states = optional_state(client, settings.ingress)
+            for feed, target in works:
+                work = TargetComparison(target, states, *parts) if target else LivingComparison(*parts)
+                try:
+                    reports.append(await work.run(CompareRequest(**asdict(replace(selector, feed=feed)), **args), stop))
+                except FloeError as error:
+                    if not is_all:
+                        raise
+                    codes.append(report_error(error))
     progress.end_line()
-    print_json(report.as_json()) if as_json else echo_lines(report.lines())
-    return report.exit_code if report.finished or report.exit_code else EXIT_RETRY_LATER
+    if textfile:
+        show_metrics(reports, kind, clock.now())
+        write_textfile(textfile, "compare_")
+    if as_json:
+        print_json([each.as_json() for each in reports] if is_all else reports[0].as_json())
+    else:
+        echo_lines(line for each in reports for line in each.lines())
+    codes += [each.exit_code or (0 if each.finished else EXIT_RETRY_LATER) for each in reports]
+    return next((code for code in codes if code not in (0, EXIT_RETRY_LATER)), max(codes, default=0))

@@ -28,6 +28,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S, Clock, format_time
 from common.errors import DataError, Stopped
 from common.exits import EXIT_DIFFERENCES
+from common.metrics import gauge
 from common.nats.api import StreamInfo, check_token, deleted_sequences, query, ready_stream_info
 from common.nats.client import FloeClient
 from common.nats.pull import StartAt, scan
@@ -45,6 +46,14 @@ RECORDED_SEQUENCES = 5_000_000
 Batches = Iterator[pa.RecordBatch]
 Pieces = AsyncGenerator[Sequence[Message]]
 Missing = tuple[Sequence[int], dict[str, int]]  # rows, and further counts
+
+
+compared_at = gauge("compare_last_run_timestamp_seconds", "When the last comparison ended, since 1970.")
+differs = gauge(
+    "compare_differs",
+    "1 if the last comparison of the chain found a difference.",
+    ("site", "feed", "partition", "copy"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +169,14 @@ class CompareReport:
         if not self.finished:
             yield "stopped before its end: --since-last continues"
         yield from (f"note: {note}" for note in self.notes)
+
+
+def show_metrics(reports: Iterable[CompareReport], mode: str, now: float) -> None:
+    """Set the metrics of comparisons that ended at `now`."""
+    compared_at.set(now)
+    for each in (copy for report in reports for copy in report.copies):
+        chain = each.chain.site, each.chain.feed, each.chain.partition
+        differs.labels(*chain, each.server or mode).set(not each.is_same)
 
 
 class _ArchivedRows:

@@ -26,7 +26,7 @@ from ingress.recovery.compare import Differences
 from ingress.recovery.delivered import DeliveredRows, as_stored
 from ingress.recovery.living import CompareReport, CompareRequest, Copy, LivingComparison, Tally, reached_after
 from tests.support.basics import unique
-from tests.support.commands import ran
+from tests.support.commands import configuration, ran
 from tests.support.egress import SITE, Bench, Partitioned
 from tests.support.headers import escape
 from tests.support.ingress import CHAIN, Centre, change, closed_at, make, rows_of, store
@@ -156,6 +156,34 @@ async def test_a_comparison_goes_on_where_the_last_one_found_all_equal(bench: Be
 
 
 @pytest.mark.simulated
+async def test_all_feeds_of_a_site_leave_metrics_and_name_those_that_cannot_be_compared(bench: Bench) -> None:
+    stream, metrics = await bench.filled([b"x"] * 10), bench.root / "floe-compare.prom"
+    await bench.freeze({"stream": stream})
+    await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 3})
+    words = (
+        "compare",
+        "-c",
+        str(configuration(bench, {"stream": stream})),
+        SITE,
+        "--all",
+        "--metrics-textfile",
+        str(metrics),
+    )
+    assert [report["ok"] for report in (await ran(*words, "--json")).json()] == [True]
+    series = f'floe_compare_differs{{copy="source",feed="{stream}",partition="0",site="{SITE}"}}'
+    assert f"{series} 0.0" in metrics.read_text()
+    await bench.recreate(stream, [b"other"] * 4)
+    queue = await bench.begun([b"x"], retention="workqueue")
+    done = await ran(*words, code=1)
+    assert ("E-COMPARE-QUEUE" in done.err, f"{SITE}/{stream}/0000/0: NOT as archived" in done.out) == (True, True), (
+        queue
+    )
+    assert f"{series} 1.0" in metrics.read_text()
+    assert "floe_compare_last_run_timestamp_seconds 1" in metrics.read_text()
+    assert "found none" in (await ran("compare", *words[1:3], "nowhere", "--all", code=2)).err
+
+
+@pytest.mark.simulated
 async def test_each_partition_is_compared_and_a_work_queue_is_refused(bench: Bench) -> None:
     parts = Partitioned(bench, unique("P"), 2)
     stream = await bench.make_stream(parts.feed)
@@ -224,7 +252,7 @@ async def test_a_target_is_compared_row_by_row(client: FloeClient, centre: Centr
     refused = await ran("compare", "-c", str(centre.write()), "us-east/NODES", "--with", "target", code=1)
     assert "found no message there" in refused.err
     refused = await ran("compare", "-c", str(config), "us-east/OTHER", "--with", "target", code=2)
-    assert "expected one target that takes us-east/OTHER, found none" in refused.err
+    assert "us-east/OTHER: expected one target that takes it (--with target=NAME), found none" in refused.err
     assert "target=NAME" in (await ran("compare", "-c", str(config), "us-east/NODES", "--with", "replica", code=2)).err
 
 

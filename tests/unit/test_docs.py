@@ -43,7 +43,7 @@ def sources() -> str:
 
 METRICS_ELSEWHERE = {
     *("common.nats.client", "common.objects.port", "common.archive.store", "common.tasks"),
-    *("compaction.report", "egress.workers.supervisor"),
+    *("compaction.report", "egress.workers.supervisor", "ingress.recovery.living"),
 }
 
 
