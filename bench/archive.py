@@ -70,7 +70,7 @@ from infra.fleet import Fleet, read_facts
 from infra.local.nats import NatsServer
 from ingress.chains.search import plan_from_listings
 from ingress.recovery.replay import Replay
-from ingress.recovery.request import ReplayOptions, ReplayRequest
+from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest
 from tests.support.stores import CountingObjects
 
 CHAIN, LAYOUT = Chain("bench", "BENCH"), Layout("data")
@@ -449,7 +449,7 @@ async def replay_part(folder: Path, url: str) -> int:
     first = START_S + whole // 2 + 7
     begin, end = format_time(first * NS_PER_S), format_time((first + whole // REPLAY_DIVISOR) * NS_PER_S)
     request = ReplayRequest("bench", "BENCH", "BACK", from_time=begin, to_time=end)
-    work = Replay(settings, request, ReplayOptions(), store, documents, SystemClock(), Progress())
+    work = Replay(settings, request, ReplayOptions(), RecoveryParts(store, documents, SystemClock(), Progress()))
     objects.read = 0
     async with work.open_connection() as client:
         await create_stream(

@@ -1,4 +1,4 @@
-"""Benchmarks `restore.*`, `export.200`, `memory.restore`: segments in the store to a stream on a server, or a backup.
+"""Benchmarks `restore.*`, `export.200`, `memory.restore`: an archive to a stream, or a backup.
 
 `restore.encode`: rows to the restore format of nats-server 2.15; `restore.encode_files`: to that of 2.10 to 2.14, with
 a hash of each row.
@@ -47,6 +47,7 @@ from ingress.recovery.fill import ROW_COLUMNS
 from ingress.recovery.history import ArchivedHistory
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config
 from ingress.recovery.preflight import archive_writer
+from ingress.recovery.request import RecoveryParts
 from ingress.recovery.restore import Restore, RestoreTuning
 from ingress.recovery.stream_archive import ArchiveState
 from tests.support.basics import unique
@@ -55,16 +56,9 @@ ROWS_BY_PAYLOAD_BYTES = {200: 800_000, 1000: 300_000}  # by bytes of payload
 SEGMENT_MESSAGES = 50_000  # messages
 FIRST_TIME_NS = 1_795_000_000_000_000_000  # ns
 SUBJECTS = 1000
+SERVER_VERSION = "2.15.1"  # of requirements.lock
 CREATED = "2026-11-24T09:00:00Z"
-CONFIG = {
-    "name": STREAM,
-    "subjects": [f"{STREAM}.>"],
-    "retention": "limits",
-    "storage": "file",
-    "num_replicas": 1,
-    "max_msgs": -1,
-    "max_bytes": -1,
-}
+CONFIG = {"name": STREAM, "subjects": [f"{STREAM}.>"], "retention": "limits", "storage": "file", "num_replicas": 1}
 
 
 def archive_stream(at: BenchEnvironment, size: int) -> Path:
@@ -80,16 +74,19 @@ def archive_stream(at: BenchEnvironment, size: int) -> Path:
     return config
 
 
+def parts_of(config: Path) -> RecoveryParts:
+    return RecoveryParts(open_bench_store(config), open_chains(load_settings(str(config))), SystemClock(), Progress())
+
+
 def request() -> RestoreRequest:
     return RestoreRequest(CHAIN.site, STREAM, name=unique("R"), verify="state", promote=False)
 
 
 async def measure_restore(config: Path, size: int) -> float:
     """Return the seconds from the first read of the store to the server's last answer, with the counts compared."""
-    settings, clock = load_settings(str(config)), SystemClock()
-    restore_request, store, chains = request(), open_bench_store(config), open_chains(settings)
-    store.list(CHAIN), chains.read_stream(CHAIN)  # clients of the store are made at their first use
-    work = Restore(settings, restore_request, store, chains, clock, Progress(), RestoreTuning(name_checks=1))
+    restore_request, parts = request(), parts_of(config)
+    parts.store.list(CHAIN), parts.documents.read_stream(CHAIN)  # clients of the store are made at their first use
+    work = Restore(load_settings(str(config)), restore_request, parts, RestoreTuning(name_checks=1))
     async with work.open_connection() as client:
         started = time.perf_counter()
         report = await work.run(client, Stop())
@@ -116,9 +113,7 @@ class PreparedUpload:
         self.pieces += writer.encode_tail()
 
     async def _read(self, config: Path) -> tuple[RestorePlan, Iterator[Any]]:
-        settings, clock = load_settings(str(config)), SystemClock()
-        threads, chains = ThreadPool("bench", 2), open_chains(settings)
-        history = ArchivedHistory(self._request, open_bench_store(config), chains, threads, clock, Progress())
+        history = ArchivedHistory(self._request, parts_of(config), threads := ThreadPool("bench", 2))
         plan = await history.plan()
         threads.close()
         return plan, history.rows(plan, plan.begin, ROW_COLUMNS, Stop())
@@ -141,18 +136,11 @@ class PreparedUpload:
         return elapsed
 
 
-async def server_version_of(url: str) -> str:
-    client = await connect_bench(url)
-    version = ".".join(map(str, client.server_version))
-    await client.aclose()
-    return version
-
-
 def bench_restore(size: int, amount: float) -> BenchResult:
     """Measure a restore beside sending the same bytes from memory. `amount`: of the unit, in one restore."""
     with bench_environment() as at:
         config = archive_stream(at, size)
-        archive = PreparedUpload(config, run(server_version_of(at.nats.url)))
+        archive = PreparedUpload(config, SERVER_VERSION)
         return measure_paired(
             floor=lambda: amount / run(archive.measure_upload(at.nats.url)),
             value=lambda: amount / run(measure_restore(config, size)),
@@ -161,8 +149,7 @@ def bench_restore(size: int, amount: float) -> BenchResult:
 
 async def measure_export(config: Path, folder: Path) -> float:
     """Return the messages per second from the first read of the store until the backup is on the disk."""
-    wanted, chains = replace(request(), directory=str(folder), promote=True), open_chains(load_settings(str(config)))
-    work = Export(wanted, open_bench_store(config), chains, SystemClock(), Progress(), Stop())
+    work = Export(replace(request(), directory=str(folder), promote=True), parts_of(config), Stop())
     started = time.perf_counter()
     return (await work.run(await work.plan())).rows / (time.perf_counter() - started)
 
@@ -171,7 +158,7 @@ def bench_export() -> BenchResult:
     """Measure an export beside writing the same bytes from memory."""
     with bench_environment() as at:
         config, file = archive_stream(at, 200), at.folder / "floor"
-        write = partial(file.write_bytes, b"".join(PreparedUpload(config, "2.15.1").pieces))
+        write = partial(file.write_bytes, b"".join(PreparedUpload(config, SERVER_VERSION).pieces))
         return measure_paired(
             floor=lambda: ROWS_BY_PAYLOAD_BYTES[200] / timeit(write, number=1),
             value=lambda: run(measure_export(config, at.folder / unique("B"))),
@@ -234,9 +221,8 @@ def encode(version: str) -> BenchResult:
     """Measure messages per second of CPU time, which other processes on the machine do not lengthen."""
     rows = list(batches())
     last = rows[-1].column("sequence")[-1].as_py()
-    state = ArchiveState(
-        ENCODED_MESSAGES, ENCODED_MESSAGES * MESSAGE_BYTES, 5001, FIRST_TIME_NS, last + 5, FIRST_TIME_NS
-    )
+    total = ENCODED_MESSAGES * MESSAGE_BYTES
+    state = ArchiveState(ENCODED_MESSAGES, total, 5001, FIRST_TIME_NS, last + 5, FIRST_TIME_NS)
 
     def once() -> float:
         writer = archive_writer("BENCH", version)
@@ -244,9 +230,7 @@ def encode(version: str) -> BenchResult:
         size = sum(map(len, writer.encode_head({"name": "BENCH"}, "2026-01-01T00:00:00Z", state, [])))
         size += sum(len(piece) for batch in rows for piece in writer.encode_rows(batch))
         size += sum(map(len, writer.encode_tail()))
-        assert size > ENCODED_MESSAGES * MESSAGE_BYTES, (
-            f"expected more than {ENCODED_MESSAGES * MESSAGE_BYTES} bytes, found {size}"
-        )
+        assert size > total, size
         return ENCODED_MESSAGES / (time.process_time() - started)
 
     return BenchResult(round(statistics.median(once() for _ in range(REPEATS))))
@@ -255,13 +239,10 @@ def encode(version: str) -> BenchResult:
 BENCHES = [
     Bench("restore.200", "msg/s", "ratio >= 0.8", partial(bench_restore, 200, ROWS_BY_PAYLOAD_BYTES[200])),
     Bench("restore.1k", "MB/s", "ratio >= 0.8", partial(bench_restore, 1000, ROWS_BY_PAYLOAD_BYTES[1000] * 1000 / 1e6)),
-    Bench("restore.encode", "msg/s", "value >= 500,000", partial(encode, "2.15.1")),
+    Bench("restore.encode", "msg/s", "value >= 500,000", partial(encode, SERVER_VERSION)),
     Bench("restore.encode_files", "msg/s", "value >= 200,000", partial(encode, "2.14.6")),
     Bench("export.200", "msg/s", "value >= 400,000", bench_export),
     Bench("memory.restore", "MB", "<= 300", bench_memory),
 ]
-if shutil.which("nats"):
-    BENCHES += [
-        Bench("restore.nats_backup", "msg/s", "reported", partial(measure_nats_cli, "backup")),
-        Bench("restore.nats_restore", "msg/s", "reported", partial(measure_nats_cli, "restore")),
-    ]
+NATS_CLI = ("backup", "restore") if shutil.which("nats") else ()
+BENCHES += [Bench(f"restore.nats_{each}", "msg/s", "reported", partial(measure_nats_cli, each)) for each in NATS_CLI]

@@ -203,9 +203,11 @@ class TargetSettings(Section):
         """Return the feeds that an entry names, and those of `feeds` that patterns match."""
         return self.feed_sources.keys() | self.matched_feeds(feeds).keys()
 
-    def takes(self, site: str, feed: str, name: str = "") -> bool:
-        """True if it takes the feed, and has the name, unless that is empty."""
-        return name in ("", self.stream) and (site, feed) in self.listed_feeds([(site, feed)])
+    def source_of(self, site: str, feed: str) -> SourceSettings | None:
+        """Return the entry by which the feed flows in; None without one, or if several patterns match."""
+        pair = site, feed
+        numbers = self.matched_feeds([pair]).get(pair, [])
+        return self.feed_sources.get(pair) or (self.sources[numbers[0]] if len(numbers) == 1 else None)
 
     def subjects_to_create(self) -> tuple[str, ...]:
         """Return the subjects of the stream when it is created; empty without `create`."""

@@ -94,7 +94,7 @@ async def replay(
     from ingress.recovery.pace import pace_of
     from ingress.recovery.preview import plan_json, plan_lines, result_line
     from ingress.recovery.replay import Replay
-    from ingress.recovery.request import FLAG_OPTIONS, ReplayOptions, ReplayRequest
+    from ingress.recovery.request import FLAG_OPTIONS, RecoveryParts, ReplayOptions, ReplayRequest
 
     flags = {name: args.pop(name) for name in FLAG_OPTIONS}
     if not FEED_PATTERN.fullmatch(name := args["target"]):
@@ -109,7 +109,7 @@ async def replay(
         await decide(settings, again if options.again else what, yes or not options.again, is_needed=False)
     store, chains = open_for_work(settings)
     with closing(store):
-        work = Replay(settings, request, options, store, chains, clock, progress := Progress())
+        work = Replay(settings, request, options, RecoveryParts(store, chains, clock, progress := Progress()))
         async with work.open_connection() as client, stop_on_signals() as stop:
             if dry_run:
                 preview = await work.preview(client)
@@ -202,6 +202,7 @@ async def restore(
     from common.settings.types import is_filter
     from common.subjects import first_overlap, overlaps
     from ingress.recovery.plan import RestoreRequest
+    from ingress.recovery.request import RecoveryParts
     from ingress.recovery.restore import Restore
     from ingress.recovery.site_restore import WholeSiteRestore
 
@@ -235,15 +236,16 @@ async def restore(
     args["to_time_ns"] = resolve_time(clock.now(), until)
     request = RestoreRequest(*of, name or "", subjects=own_subjects, **args)
     store, chains = open_for_work(settings)
+    parts = RecoveryParts(store, chains, clock, progress := Progress())
     with closing(store):
         if is_all:
 
             def make(request: RestoreRequest) -> Restore:
-                return Restore(settings, request, store, chains, clock, progress)
+                return Restore(settings, request, parts)
 
-            with closing(WholeSiteRestore(request, chains, make, progress := Progress())) as site:
+            with closing(WholeSiteRestore(request, chains, make, progress)) as site:
                 return await _restore_site(site, settings, selector.site, dry_run=dry_run, yes=yes, as_json=as_json)
-        work = Restore(settings, request, store, chains, clock, progress := Progress())
+        work = Restore(settings, request, parts)
         if dry_run:
             plan = await work.plan()
             if not as_json:
@@ -314,6 +316,7 @@ async def export(config: str, selector: ChainSelector, as_json: bool, dry_run: b
     from common.service.progress import Progress
     from ingress.recovery.export import Export, export_notes
     from ingress.recovery.plan import RestoreRequest
+    from ingress.recovery.request import RecoveryParts
 
     _check_whole_feed(selector, "exported")
     check_range(None, args["to_sequence"], None, until := args.pop("until"))
@@ -322,7 +325,7 @@ async def export(config: str, selector: ChainSelector, as_json: bool, dry_run: b
     request = RestoreRequest(*of, verify="state", **args)
     store, chains = open_for_work(settings)
     async with stop_on_signals() as stop:
-        work = Export(request, store, chains, clock, progress := Progress(), stop)
+        work = Export(request, RecoveryParts(store, chains, clock, progress := Progress()), stop)
         with closing(store), closing(work):
             plan = await work.plan()
             if dry_run and as_json:

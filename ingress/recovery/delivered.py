@@ -117,7 +117,8 @@ class TargetComparison(LivingComparison):
     def _bounds(self, chain: Chain, request: CompareRequest) -> tuple[int, int]:
         first, end = super()._bounds(chain, replace(request, last=None))
         documents, positions = self._documents, self._checkpoint.positions
-        source = self._target.feed_sources[chain.site, chain.feed]
+        source = self._target.source_of(chain.site, chain.feed)
+        assert source is not None, "only targets with such a source are compared"
         behind = positions.get(chain, 1)
         if chain in positions:
             starts = StartResolver(self._name, self._store, documents, self._clock)

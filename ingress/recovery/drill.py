@@ -13,10 +13,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from common.archive.documents import ChainStore
 from common.archive.scan import ChainArchive, Hole, Problem, Scan
-from common.archive.store import SegmentStore
-from common.clock import Clock
 from common.errors import Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices, floe_command
 from common.local_server import LocalServerMaker, start_local_server
@@ -25,7 +22,6 @@ from common.nats.client import FloeClient
 from common.nats.pull import StartAt
 from common.nats.requests import ApiError
 from common.service.process import ThreadPool
-from common.service.progress import Progress
 from common.settings.root import Settings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop
@@ -38,7 +34,7 @@ from ingress.recovery.ranges import ChainRange, ReplayPlan
 from ingress.recovery.read_back import read_differences
 from ingress.recovery.receipt import StoredReplay
 from ingress.recovery.replay import Replay
-from ingress.recovery.request import ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.restore import Restore, RestoreReport, RestoreTuning
 from ingress.recovery.scratch import SCRATCH_SUBJECT_ROOT, ScratchStreams, scratch_config
 from ingress.recovery.survey import known_chains
@@ -97,17 +93,9 @@ class DrillReport:
 class Drill:
     """One drill, with a scratch stream of its own."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: SegmentStore,
-        documents: ChainStore,
-        clock: Clock,
-        progress: Progress,
-        storage: str = "file",
-    ) -> None:
-        self._settings, self._store, self._documents = settings, store, documents
-        self._clock, self._progress, self._storage = clock, progress, storage
+    def __init__(self, settings: Settings, parts: RecoveryParts, storage: str = "file") -> None:
+        self._settings, self._parts, self._storage = settings, parts, storage
+        self._store, self._documents, self._clock, self._progress = parts
         number = secrets.token_hex(6)
         self.stream, self.prefix = f"{SCRATCH_PREFIX}{number}", f"{SCRATCH_SUBJECT_ROOT}.{number}"
         self._threads = ThreadPool("drill", 2)
@@ -119,7 +107,7 @@ class Drill:
         """
         request = await self._threads.run(self._with_bounds, request)
         options = ReplayOptions(allow_lossy=True, skip_holes=True)
-        work = Replay(self._settings, request, options, self._store, self._documents, self._clock, self._progress)
+        work = Replay(self._settings, request, options, self._parts)
         try:
             async with work.open_connection() as client:
                 return await self._run_scratch(work, client, stop)
@@ -260,19 +248,17 @@ class ExactDrill:
         self,
         settings: Settings,
         request: RestoreRequest,
-        store: SegmentStore,
-        documents: ChainStore,
-        clock: Clock,
-        progress: Progress,
+        parts: RecoveryParts,
         make_server: LocalServerMaker | None = None,
     ) -> None:
         if make_server is not None:
             request = replace(request, replicas=1, server="local")
         self._request = replace(request, name=SCRATCH_PREFIX + secrets.token_hex(6), promote=False)
-        self._settings, self._clock, self._progress, self._make_server = settings, clock, progress, make_server
+        self._settings, self._make_server = settings, make_server
+        self._clock, self._progress = parts.clock, parts.progress
         # The scratch name is random, so one check that it is free is enough.
         tuning = RestoreTuning(name_checks=1)
-        self._restore = Restore(settings, self._request, store, documents, clock, progress, tuning)
+        self._restore = Restore(settings, self._request, parts, tuning)
 
     async def run(self, stop: Stop) -> ExactReport:
         """Run the drill. In every case, remove the stream, and the server that was started.

@@ -71,7 +71,7 @@ async def drill(
     from common.service.process import stop_on_signals
     from common.service.progress import Progress
     from ingress.recovery.drill import Drill, ExactDrill
-    from ingress.recovery.request import ReplayRequest
+    from ingress.recovery.request import RecoveryParts, ReplayRequest
     from ingress.recovery.restore import Restore
     from ingress.recovery.site_restore import WholeSiteRestore
 
@@ -89,18 +89,18 @@ async def drill(
     store, chains = open_for_work(settings)
     report: ExactReport | DrillReport | SiteReport
     with closing(store):
-        common = store, chains, clock, (progress := Progress())
+        common = RecoveryParts(store, chains, clock, progress := Progress())
 
         def exact_drill(request: RestoreRequest) -> ExactDrill:
             server = parts["server"]() if exact["server"] == "local" else None
-            return ExactDrill(settings, request, *common, server)
+            return ExactDrill(settings, request, common, server)
 
         async with stop_on_signals() as stop:
             if not isinstance(request, ReplayRequest) and is_all:
                 site = WholeSiteRestore(
                     replace(request, promote=False),
                     chains,
-                    lambda request: Restore(settings, request, *common),
+                    lambda request: Restore(settings, request, common),
                     progress,
                     exact_drill,
                 )
@@ -109,7 +109,7 @@ async def drill(
             elif not isinstance(request, ReplayRequest):
                 report = await exact_drill(request).run(stop)
             else:
-                work = Drill(settings, *common, storage or "file")
+                work = Drill(settings, common, storage or "file")
                 report = await work.run(replace(request, target=work.stream, prefix=work.prefix), stop)
     progress.end_line()
     print_json(report.as_json()) if as_json else echo_lines(report.lines())
@@ -185,6 +185,7 @@ async def compare(
     from ingress.recovery.delivered import TargetComparison
     from ingress.recovery.living import CompareReport, CompareRequest, LivingComparison, show_metrics
     from ingress.recovery.pace import pace_of
+    from ingress.recovery.request import RecoveryParts
 
     check_all(selector, is_all, first := args.pop("from_sequence"), last := args.pop("to_sequence"))
     check_range(first, last, None, None)
@@ -198,7 +199,10 @@ async def compare(
     with closing(store), closing(ThreadPool("compare", 1)) as threads:
         feeds = [selector.feed] if selector.feed else sorted({chain.feed for chain in documents.chains(selector.site)})
         works = [
-            (feed, each) for feed in feeds for each in targets if each is None or each.takes(selector.site, feed, name)
+            (feed, each)
+            for feed in feeds
+            for each in targets
+            if each is None or (name in ("", each.stream) and each.source_of(selector.site, feed))
         ]
         if not works or (len(works) > 1 and not is_all):
             names = ", ".join(each.stream for _, each in works if each) or "none"
@@ -207,7 +211,7 @@ async def compare(
         nats = settings.nats_for("ingress" if kind == "target" else "egress")
         client = await connect(nats, name="floe compare", clock=clock)
         async with aclosing(client), stop_on_signals() as stop:
-            parts = client, store, documents, threads, clock, progress
+            parts = client, RecoveryParts(store, documents, clock, progress), threads
             states = optional_state(client, settings.ingress)
             for feed, target in works:
                 work = TargetComparison(target, states, *parts) if target else LivingComparison(*parts)

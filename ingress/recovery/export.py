@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from common.archive.documents import ChainStore
-from common.archive.store import SegmentStore
 from common.clock import Clock
 from common.errors import Unavailable, UsageError
 from common.service.process import ThreadPool
-from common.service.progress import Progress
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, wait_done
 from ingress.recovery.fill import ArchiveFiller, WatchedWork
 from ingress.recovery.history import ArchivedHistory, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest, with_source_starts
 from ingress.recovery.preflight import check_lossless
+from ingress.recovery.request import RecoveryParts
 from ingress.recovery.stream_archive import LogicalWriter
 
 DATA_FILE, META_FILE = "stream.arc.s2", "backup.json"
@@ -134,19 +132,11 @@ def export_notes(plan: RestorePlan) -> Iterator[str]:
 class Export:
     """One export; `request.directory` names its folder."""
 
-    def __init__(
-        self,
-        request: RestoreRequest,
-        store: SegmentStore,
-        documents: ChainStore,
-        clock: Clock,
-        progress: Progress,
-        stop: Stop,
-    ) -> None:
-        self._request, self._clock, self._stop = request, clock, stop
+    def __init__(self, request: RestoreRequest, parts: RecoveryParts, stop: Stop) -> None:
+        self._request, self._clock, self._stop = request, parts.clock, stop
         self._folder, self._threads = Path(request.directory), ThreadPool("export", EXPORT_THREADS)
-        self._history = ArchivedHistory(request, store, documents, self._threads, clock, progress)
-        self._work = WatchedWork(self._threads, clock, progress, self._check_stop)
+        self._history = ArchivedHistory(request, parts, self._threads)
+        self._work = WatchedWork(self._threads, parts.clock, parts.progress, self._check_stop)
 
     def _check_stop(self) -> None:
         if self._stop.is_set:

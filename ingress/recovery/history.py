@@ -26,20 +26,19 @@ from common.archive.captures import (
     source_key,
 )
 from common.archive.catalog import chain_ends, first_sequence
-from common.archive.documents import ChainStore
 from common.archive.scan import RELIST_ATTEMPTS, ChainArchive, Hole, Problem, ReadAhead, Scan, with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.times import search
 from common.chain import Chain
-from common.clock import NS_PER_S, Backoff, Clock, doubling_delays, format_time, parse_time
+from common.clock import NS_PER_S, Backoff, doubling_delays, format_time, parse_time
 from common.errors import DataError, Stopped, Unavailable, UsageError
 from common.exits import choices, floe_command
 from common.hints import name_argument, verify_command
 from common.nats.durables import WORK_QUEUE
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.service.process import ThreadPool
-from common.service.progress import Progress, format_share
+from common.service.progress import format_share
 from common.settings.types import format_count
 from common.tasks import Stop
 from ingress.recovery.plan import (
@@ -63,7 +62,7 @@ from ingress.recovery.plan import (
     unrestored_keys,
 )
 from ingress.recovery.ranges import ChainRange, ReplayChain
-from ingress.recovery.request import ReplayRequest
+from ingress.recovery.request import RecoveryParts, ReplayRequest
 from ingress.recovery.retention_filter import SourcedRow, sourced_rows
 from ingress.recovery.stream_archive import as_pull_consumer, restorable_consumers, with_replicas
 from ingress.recovery.survey import ReplaySurvey, SegmentTimes, known_chains
@@ -87,18 +86,10 @@ def repeat_command(request: RestoreRequest, *more: str) -> str:
 class ArchivedHistory:
     """The archived history of one stream: all its chains."""
 
-    def __init__(
-        self,
-        request: RestoreRequest,
-        store: SegmentStore,
-        documents: ChainStore,
-        threads: ThreadPool,
-        clock: Clock,
-        progress: Progress,
-    ) -> None:
-        self._request, self._store, self._documents, self._threads = request, store, documents, threads
-        self._clock, self._progress = clock, progress
-        self._captures = CaptureStore(documents.layout, documents.objects)
+    def __init__(self, request: RestoreRequest, parts: RecoveryParts, threads: ThreadPool) -> None:
+        self._request, self._threads = request, threads
+        self._store, self._documents, self._clock, self._progress = parts
+        self._captures = CaptureStore(self._documents.layout, self._documents.objects)
         self._readers = ThreadPoolExecutor(READER_THREADS, "restore-read")
         self.progress_text, self._began = "listing the segments", 0.0  # of the chain that `plan` reads; its start
 

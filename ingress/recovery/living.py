@@ -20,12 +20,11 @@ import pyarrow as pa
 
 from common.archive.catalog import select_chains
 from common.archive.columns import batch_of, messages
-from common.archive.documents import ChainStore, ComparedTo
+from common.archive.documents import ComparedTo
 from common.archive.scan import ChainArchive, Hole, Problem, Scan
 from common.archive.segment import Message
-from common.archive.store import SegmentStore
 from common.chain import Chain
-from common.clock import NS_PER_S, Clock, format_time
+from common.clock import NS_PER_S, format_time
 from common.errors import DataError, Stopped
 from common.exits import EXIT_DIFFERENCES
 from common.metrics import gauge
@@ -34,12 +33,13 @@ from common.nats.client import FloeClient
 from common.nats.pull import StartAt, scan
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.process import ThreadPool
-from common.service.progress import Progress, format_share
+from common.service.progress import format_share
 from common.tasks import Stop, wait_for
 from ingress.recovery.compare import MAX_EXAMPLES, Differences, fingerprint
 from ingress.recovery.history import selects_rows
 from ingress.recovery.pace import Pace
 from ingress.recovery.read_back import digest_block, normalize
+from ingress.recovery.request import RecoveryParts
 
 #: Sequences that are compared and recorded at a time; memory is 8 bytes for each that the stream does not hold.
 RECORDED_SEQUENCES = 5_000_000
@@ -286,17 +286,9 @@ class LivingComparison:
 
     _may_repeat = False
 
-    def __init__(
-        self,
-        client: FloeClient,
-        store: SegmentStore,
-        documents: ChainStore,
-        threads: ThreadPool,
-        clock: Clock,
-        progress: Progress,
-    ) -> None:
-        self._client, self._threads, self._clock, self._progress = client, threads, clock, progress
-        self._store, self._documents = store, documents
+    def __init__(self, client: FloeClient, parts: RecoveryParts, threads: ThreadPool) -> None:
+        self._client, self._threads = client, threads
+        self._store, self._documents, self._clock, self._progress = parts
         self._notes: list[str] = []
         self._pace: Pace | None = None
         self._copy = ""

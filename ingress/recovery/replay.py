@@ -10,10 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
 
-from common.archive.documents import ChainStore
-from common.archive.store import SegmentStore
 from common.chain import Chain
-from common.clock import Backoff, Clock, doubling_delays
+from common.clock import Backoff, doubling_delays
 from common.errors import FloeError, LeaseLost, Unavailable
 from common.exits import choices
 from common.failpoints import failpoint
@@ -24,7 +22,6 @@ from common.nats.kv import KeyValue, state_key
 from common.nats.lease import Lease, Leases, format_owner, new_owner
 from common.sequences import SequenceRange, holes
 from common.service.process import ThreadPool
-from common.service.progress import Progress
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
 from common.settings.types import format_count
@@ -41,7 +38,7 @@ from ingress.recovery import target
 from ingress.recovery.pace import Interrupted, PacedPublisher
 from ingress.recovery.preview import ReplayProgress, progress_line, progress_of
 from ingress.recovery.receipt import Receipt, ReceiptBucket, StoredReplay, UnreadableReplay, load_replay, receipt_key
-from ingress.recovery.request import ReplayHints, ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.request import RecoveryParts, ReplayHints, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.source import ReplayRegistry, ReplaySource, target_settings
 from ingress.recovery.survey import ReplayPreview, ReplaySurvey, check_plan, resumable_replay
 from ingress.rows.prepare import TargetLimits
@@ -81,17 +78,10 @@ class Replay:
     """One replay from one archive."""
 
     def __init__(
-        self,
-        settings: Settings,
-        request: ReplayRequest,
-        options: ReplayOptions,
-        store: SegmentStore,
-        documents: ChainStore,
-        clock: Clock,
-        progress: Progress,
+        self, settings: Settings, request: ReplayRequest, options: ReplayOptions, parts: RecoveryParts
     ) -> None:
         self._settings, self.request, self.options = settings, request, options
-        self.store, self.documents, self.clock, self.progress = store, documents, clock, progress
+        self.store, self.documents, self.clock, self.progress = parts
         self.threads, self._owner = ThreadPool("replay", REPLAY_THREADS), new_owner(settings.instance)
         self._is_restart, self._former_rows, self._has_begun, self._bytes = options.again, 0, False, 0
 

@@ -7,19 +7,30 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from common.archive.documents import HOLE_HINT, accept_command
+from common.archive.documents import HOLE_HINT, ChainStore, accept_command
 from common.archive.keys import unknown_name_error
+from common.archive.store import SegmentStore
 from common.chain import Chain
-from common.clock import NS_PER_S, parse_time
+from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import UsageError
 from common.exits import choices, floe_command
 from common.hints import name_argument, option_words
 from common.sequences import SequenceRange
+from common.service.progress import Progress
 from common.settings.types import format_duration, is_filter, is_subject
 from ingress.recovery.pace import Pace
 from ingress.verdict.settle import CONFIRM_INTERVAL_S
+
+
+class RecoveryParts(NamedTuple):
+    """The archive that a command reads, its clock and its progress."""
+
+    store: SegmentStore
+    documents: ChainStore
+    clock: Clock
+    progress: Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.archive.captures import CapturedRestore, CaptureStore
-from common.archive.documents import ChainStore
-from common.archive.store import SegmentStore
-from common.clock import NS_PER_S, Backoff, Clock, doubling_delays, format_time
+from common.clock import NS_PER_S, Backoff, doubling_delays, format_time
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices
 from common.failpoints import failpoint
@@ -35,7 +33,6 @@ from common.nats.requests import ApiError
 from common.nats.restore_upload import ArchiveUpload
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
-from common.service.progress import Progress
 from common.settings.root import Settings
 from common.settings.service import NatsSettings, ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
@@ -58,6 +55,7 @@ from ingress.recovery.preflight import (
     stopped_error,
 )
 from ingress.recovery.read_back import AtRest, Comparer, Comparison, SentRows, read_differences, wait_replicated
+from ingress.recovery.request import RecoveryParts
 from ingress.recovery.retention_filter import SourcedRow
 from ingress.recovery.stream_archive import ArchiveState, with_guard_subject
 
@@ -156,22 +154,15 @@ class Restore:
     """One request over one archive."""
 
     def __init__(
-        self,
-        settings: Settings,
-        request: RestoreRequest,
-        store: SegmentStore,
-        documents: ChainStore,
-        clock: Clock,
-        progress: Progress,
-        tuning: RestoreTuning | None = None,
+        self, settings: Settings, request: RestoreRequest, parts: RecoveryParts, tuning: RestoreTuning | None = None
     ) -> None:
-        self._settings, self._request = settings, request
-        self._clock, self._progress, self._tuning = clock, progress, tuning or RestoreTuning()
+        self._settings, self._request, self._tuning = settings, request, tuning or RestoreTuning()
+        _, documents, self._clock, self._progress = parts
         self._captures = CaptureStore(documents.layout, documents.objects)
         self._threads, self._stop = ThreadPool("restore", RESTORE_THREADS), Stop()
-        self._history = ArchivedHistory(request, store, documents, self._threads, clock, progress)
-        self._work = WatchedWork(self._threads, clock, progress, self._check_stop)
-        self._started, self._printed_notes = clock.monotonic(), set[str]()
+        self._history = ArchivedHistory(request, parts, self._threads)
+        self._work = WatchedWork(self._threads, self._clock, self._progress, self._check_stop)
+        self._started, self._printed_notes = self._clock.monotonic(), set[str]()
         self._owner = new_owner(settings.instance)
         self._guarded: GuardedStream | None = None  # of the current attempt
         self._sent_sourced = set[int]()  # sequences of the newest messages of sources, as far as sent

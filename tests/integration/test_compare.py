@@ -25,6 +25,7 @@ from ingress.recovery import living
 from ingress.recovery.compare import Differences
 from ingress.recovery.delivered import DeliveredRows, as_stored
 from ingress.recovery.living import CompareReport, CompareRequest, Copy, LivingComparison, Tally, reached_after
+from ingress.recovery.request import RecoveryParts
 from tests.support.basics import unique
 from tests.support.commands import configuration, ran
 from tests.support.egress import SITE, Bench, Partitioned
@@ -37,7 +38,9 @@ COUNTS = ("same", "missing", "altered", "not_archived", "removed", "left_out")
 
 async def compared(bench: Bench, feed: str, **request: Any) -> CompareReport:
     with closing(ThreadPool("compare", 1)) as threads:
-        work = LivingComparison(bench.client, bench.store, bench.chains, threads, SystemClock(), Progress())
+        work = LivingComparison(
+            bench.client, RecoveryParts(bench.store, bench.chains, SystemClock(), Progress()), threads
+        )
         return await work.run(CompareRequest(SITE, feed, **request), Stop())
 
 

@@ -23,6 +23,7 @@ from infra.local.nats import NatsServer
 from ingress.recovery.drill import ExactDrill
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.read_back import read_differences
+from ingress.recovery.request import RecoveryParts
 from tests.scenarios.processes import Service
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique
@@ -230,7 +231,9 @@ def _servers(home: str) -> int:
 def drill(bench: Bench, stream: str, make_server: LocalServerMaker | None = None, **asked: object) -> ExactDrill:
     request = replace(RestoreRequest(SITE, stream), **asked)  # type: ignore[arg-type]
     settings = bench.settings({"stream": stream})
-    return ExactDrill(settings, request, bench.store, bench.chains, SystemClock(), Progress(), make_server)
+    return ExactDrill(
+        settings, request, RecoveryParts(bench.store, bench.chains, SystemClock(), Progress()), make_server
+    )
 
 
 async def test_a_stop_differences_holes_and_a_missing_program_are_named(bench: Bench) -> None:

@@ -386,6 +386,3 @@ async def test_the_first_replay_or_drill_makes_buckets_as_ingress_or_egress_woul
         settings = EgressSettings(feeds=({"stream": feed},), **keys)
         assert await kv_replicas(world.client, settings, world.target) == expected
     assert await kv_replicas(world.client, EgressSettings(), "SOURCE") == 3
-
-
-# The runbook of a lost source: made again, replayed into, archived again as the next incarnation

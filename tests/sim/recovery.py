@@ -15,7 +15,7 @@ from common.settings.root import Settings
 from common.tasks import Stop
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.replay import Replay
-from ingress.recovery.request import ReplayOptions, ReplayRequest
+from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest
 from ingress.recovery.restore import Restore
 from tests.sim import api
 from tests.sim.actors import Member
@@ -94,7 +94,7 @@ class Disaster:
         self.tries += 1
         try:
             with archive.opened() as (store, documents):
-                work = Restore(archive.settings, request, store, documents, SystemClock(), Progress())
+                work = Restore(archive.settings, request, RecoveryParts(store, documents, SystemClock(), Progress()))
                 async with work.open_connection() as client:
                     report = await work.run(client, Stop())
         except FloeError as error:
@@ -154,7 +154,12 @@ class Replays:
         )
         try:
             with archive.opened() as (store, documents):
-                work = Replay(archive.settings, request, ReplayOptions(), store, documents, SystemClock(), Progress())
+                work = Replay(
+                    archive.settings,
+                    request,
+                    ReplayOptions(),
+                    RecoveryParts(store, documents, SystemClock(), Progress()),
+                )
                 async with work.open_connection() as client:
                     self.is_over = (await work.run(client, Stop())).finished
         except FloeError as error:

@@ -13,7 +13,7 @@ from common.nats.client import FloeClient
 from common.service.progress import Progress
 from common.tasks import Stop
 from ingress.recovery.replay import Replay
-from ingress.recovery.request import ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.survey import ReplayPreview
 from tests.support.basics import unique
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
@@ -43,10 +43,8 @@ class World:
         asked = {"site": "us-east", "feed": "NODES", "target": self.target, "prefix": self.target, **asked}
         settings = self.centre.settings()
         options = replace(options or ReplayOptions(), reading_spacing_s=0.05)
-        archive = self.archive
-        return Replay(
-            settings, ReplayRequest(**asked), options, archive.store, archive.documents, SystemClock(), Progress()
-        )
+        parts = RecoveryParts(self.archive.store, self.archive.documents, SystemClock(), Progress())
+        return Replay(settings, ReplayRequest(**asked), options, parts)
 
     async def run(self, options: ReplayOptions | None = None, **asked: Any) -> ReplayResult:
         work = self.replay(options, **asked)

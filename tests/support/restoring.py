@@ -16,6 +16,7 @@ from egress.captures import captured_consumers
 from infra.awkward import delete_message, publish_awkward
 from ingress.recovery.plan import RestorePlan, RestoreRequest
 from ingress.recovery.read_back import AtRest
+from ingress.recovery.request import RecoveryParts
 from ingress.recovery.restore import Restore, RestoreReport, RestoreTuning
 from tests.support.basics import PATIENCE, seeded, soon, unique
 from tests.support.egress import SITE, Bench
@@ -134,7 +135,7 @@ def restore(
         document = {"site": SITE, "store": bench.store_config, "nats": {"url": bench.url, **nats}}
         found = Settings.model_validate(document | {"egress": {"feeds": [{"stream": feed}]}})
     request = RestoreRequest(SITE, feed, **asked)
-    return Restore(found, request, bench.store, bench.chains, SystemClock(), Progress(), tuning)
+    return Restore(found, request, RecoveryParts(bench.store, bench.chains, SystemClock(), Progress()), tuning)
 
 
 async def restored(bench: Bench, feed: str, **asked: Any) -> RestoreReport:

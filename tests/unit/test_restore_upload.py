@@ -21,6 +21,7 @@ from common.settings.root import Settings
 from common.tasks import ReportError, Stop
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.preflight import PreflightResult, archive_writer
+from ingress.recovery.request import RecoveryParts
 from ingress.recovery.restore import Restore
 from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
@@ -176,7 +177,11 @@ def restore(archive: Archive, objects: ObjectStore, clock: ManualClock, progress
     settings = Settings(site=CHAIN.site, store={"url": f"file://{archive.folder}"}, egress={"feeds": feeds})
     store = SegmentStore(objects, archive.layout, spool_dir=archive.folder / "spool", clock=clock)
     chains = ChainStore(objects, archive.layout)
-    return Restore(settings, RestoreRequest(CHAIN.site, CHAIN.feed), store, chains, clock, progress or Progress(False))
+    return Restore(
+        settings,
+        RestoreRequest(CHAIN.site, CHAIN.feed),
+        RecoveryParts(store, chains, clock, progress or Progress(False)),
+    )
 
 
 @pytest.mark.parametrize("version", ["2.14.5", "2.15.1"])  # the older form waits for a whole block of 8 MB
