@@ -1,4 +1,4 @@
-"""Benchmarks `restore.*`, `export.200`, `memory.restore`: an archive to a stream, or a backup.
+"""Benchmarks `restore.*`, `export.200`, `compare.source`, `memory.restore`: an archive to a stream, or a backup.
 
 `restore.encode`: rows to the restore format of nats-server 2.15; `restore.encode_files`: to that of 2.10 to 2.14, with
 a hash of each row.
@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from bench.place import (
     connect_bench,
     documents,
     fill_stream,
+    measure_raw_read,
     open_bench_store,
     run,
 )
@@ -45,6 +46,7 @@ from common.tasks import Stop
 from ingress.recovery.export import Export
 from ingress.recovery.fill import ROW_COLUMNS
 from ingress.recovery.history import ArchivedHistory
+from ingress.recovery.living import CompareRequest, LivingComparison
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config
 from ingress.recovery.preflight import archive_writer
 from ingress.recovery.request import RecoveryParts
@@ -55,7 +57,7 @@ from tests.support.basics import unique
 ROWS_BY_PAYLOAD_BYTES = {200: 800_000, 1000: 300_000}  # by bytes of payload
 SEGMENT_MESSAGES = 50_000  # messages
 FIRST_TIME_NS = 1_795_000_000_000_000_000  # ns
-SUBJECTS = 1000
+SUBJECTS, COMPARE_REQUEST = 1000, CompareRequest(CHAIN.site, STREAM)
 SERVER_VERSION = "2.15.1"  # of requirements.lock
 CREATED = "2026-11-24T09:00:00Z"
 CONFIG = {"name": STREAM, "subjects": [f"{STREAM}.>"], "retention": "limits", "storage": "file", "num_replicas": 1}
@@ -165,6 +167,28 @@ def bench_export() -> BenchResult:
         )
 
 
+async def measure_compare(url: str, config: Path) -> float:
+    """Return the messages per second of a comparison with the stream, which holds what is archived."""
+    client, started = await connect_bench(url), time.perf_counter()
+    with closing(ThreadPool("bench", 1)) as threads:
+        report = await LivingComparison(client, parts_of(config), threads).run(COMPARE_REQUEST, Stop())
+    elapsed = time.perf_counter() - started
+    await client.aclose()
+    assert report.copies[0].as_json()["same"] == ROWS_BY_PAYLOAD_BYTES[200], [*report.lines()]
+    return ROWS_BY_PAYLOAD_BYTES[200] / elapsed
+
+
+def bench_compare() -> BenchResult:
+    """Measure a comparison of an archive with its stream beside the raw reader of the stream."""
+    with bench_environment() as at:
+        config, url = archive_stream(at, 200), at.nats.url
+        assert at.service("restore", "restore", "-c", str(config), f"{CHAIN.site}/{STREAM}", "--yes").wait(600) == 0
+        return measure_paired(
+            floor=lambda: run(measure_raw_read(url, STREAM, ROWS_BY_PAYLOAD_BYTES[200], 200)),
+            value=lambda: run(measure_compare(url, config)),
+        )
+
+
 def bench_memory() -> BenchResult:
     """Measure the peak of the command `floe restore`, which also reads everything back."""
     with bench_environment() as at:
@@ -242,6 +266,7 @@ BENCHES = [
     Bench("restore.encode", "msg/s", "value >= 500,000", partial(encode, SERVER_VERSION)),
     Bench("restore.encode_files", "msg/s", "value >= 200,000", partial(encode, "2.14.6")),
     Bench("export.200", "msg/s", "value >= 400,000", bench_export),
+    Bench("compare.source", "msg/s", "ratio >= 0.55", bench_compare),
     Bench("memory.restore", "MB", "<= 300", bench_memory),
 ]
 NATS_CLI = ("backup", "restore") if shutil.which("nats") else ()
