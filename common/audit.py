@@ -117,9 +117,9 @@ def decision_command(command: cli.Command) -> cli.Command:
     return note_option(cli.config_command(command))
 
 
-def given_note() -> str:
-    """Return the value of `--note`; empty without."""
-    return _note
+def given_note(settings: Settings) -> str:
+    """Return the value of `--note` without the secrets of the configuration; empty if it was not given."""
+    return _hide_secrets(_note, settings)
 
 
 async def decide(

@@ -101,7 +101,7 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
     from common.objects.open import open_objects
 
     return SegmentStore(
-        objects or open_objects(settings.store),
+        objects or open_objects(settings.store, creates=False),
         Layout(settings.store.prefix),
         spool_dir=Path(settings.spool_dir) if settings.spool_dir else None,
         subject_statistics=settings.store.subject_statistics,
@@ -113,7 +113,7 @@ def open_for_work(settings: Settings) -> tuple[SegmentStore, ChainStore]:
     """Open the store for a command that works on it: it waits as services do, and logs requests without an answer."""
     from common.objects.open import open_objects
 
-    objects = open_objects(settings.store, log_waits=True)
+    objects = open_objects(settings.store, log_waits=True, creates=False)
     return open_store(settings, objects), open_chains(settings, objects)
 
 
@@ -121,7 +121,7 @@ def open_for_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
     """Open the store for a command that somebody waits for: it fails after some ten seconds without an answer."""
     from common.objects.open import VIEW_TIMEOUT_S, open_objects
 
-    objects = open_objects(settings.store, timeout=VIEW_TIMEOUT_S)
+    objects = open_objects(settings.store, timeout=VIEW_TIMEOUT_S, creates=False)
     return open_store(settings, objects), open_chains(settings, objects)
 
 
@@ -131,4 +131,4 @@ def open_chains(
     from common.archive.documents import ChainStore
     from common.objects.open import open_objects
 
-    return ChainStore(objects or open_objects(settings.store), Layout(settings.store.prefix), claims)
+    return ChainStore(objects or open_objects(settings.store, creates=False), Layout(settings.store.prefix), claims)

@@ -48,6 +48,7 @@ async def run(config: str) -> None:
     from common.clock import SystemClock
     from common.nats.client import connect
     from common.nats.lease import RenewalThread
+    from common.objects.open import open_objects
     from common.observe.monitor import Health, Monitor
     from common.open import load_settings, open_chains, open_store, reload_on_hangup
     from common.service.process import SystemdNotifier, stop_on_signals
@@ -58,7 +59,7 @@ async def run(config: str) -> None:
     check_targets(settings.ingress)
     health = Health(clock)
     monitor = Monitor(settings.ingress.monitor.listen, health, tls=settings.ingress.monitor.tls)
-    store = open_store(settings)
+    store = open_store(settings, open_objects(settings.store))
     connecting = partial(connect, settings.nats_for("ingress"), name="floe ingress leases", clock=clock)
     monitor.start()
     try:

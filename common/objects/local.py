@@ -206,16 +206,17 @@ _ERRNO_ERRORS: Mapping[int, tuple[type[FloeError], str, str]] = {
 
 
 class LocalObjects:
-    """The objects under `root`, which is created (mode 0700) if it is missing.
+    """The objects under `root`, which is created (mode 0700) if it is missing and `creates` is set.
 
     When a writing verb returns, its change is on the disk. `head` computes `sha256` from the file each time.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, creates: bool = True) -> None:
         self._root, self._hidden = root, HiddenFolder(root / HIDDEN_FOLDER)
         self._folder = str(root)  # a listing makes a path for each object: much faster than a Path
         with self._translate_errors("open", ""):
-            make_folder(root)
+            if creates:
+                make_folder(root)
             self._check_root()
             if (root / HIDDEN_FOLDER).exists() and os.access(root / HIDDEN_FOLDER, os.W_OK):
                 self._hidden.remove_abandoned()

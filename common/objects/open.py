@@ -28,18 +28,21 @@ WAIT_LOG_INTERVAL_S = 10.0  # seconds between two log lines that name the call a
 VIEW_TIMEOUT_S = 5.0  # seconds for an answer of the store, in each of two attempts, if a person waits for it
 
 
-def open_objects(settings: StoreSettings, *, timeout: float | None = None, log_waits: bool = False) -> ObjectStore:
+def open_objects(
+    settings: StoreSettings, *, timeout: float | None = None, log_waits: bool = False, creates: bool = True
+) -> ObjectStore:
     """Return the object store that `settings` name. Sends no request to an S3 store yet.
 
     `timeout`: for a caller that does not wait as long as services do: seconds for a connection, and for an answer to
     begin; a request is sent at most twice. `log_waits`: log every WAIT_LOG_INTERVAL_S which call has no answer yet.
+    `creates`: make the folder of a `file://` store that is missing.
 
     Raises ConfigError for an invalid address, and for a `file://` store the errors of `LocalObjects`.
     """
     scheme, _, rest = settings.url.partition("://")
     secret = settings.secret_access_key
     if scheme == "file":
-        return LocalObjects(Path(unquote(rest)))
+        return LocalObjects(Path(unquote(rest)), creates=creates)
     # boto3 takes 0.2 s of processor time and 20 MB, and a store in a folder needs none of it.
     from common.objects.s3 import S3Objects, S3Options
 

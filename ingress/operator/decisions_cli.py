@@ -134,12 +134,11 @@ def gap_accept(
 
     if first > last:
         raise UsageError(f"--first {first} is greater than --last {last}")
-    wanted = SequenceRange(first, last)
+    wanted, settings = SequenceRange(first, last), load_settings(config, quiet=True)
     try:
-        decision = AcceptedGap(wanted, given_note(), operator_name(), _now())
+        decision = AcceptedGap(wanted, given_note(settings), operator_name(), _now())
     except ValueError as error:
         raise UsageError(f"--note: {error}") from None
-    settings = load_settings(config, quiet=True)
     (store, documents), chain = open_for_work(settings), selector.resolve(settings)
     with closing(store):
         if selector.incarnation is None:
@@ -183,8 +182,9 @@ async def chain_pause(config: str, target: str, selector: cli.ChainSelector, as_
     """
     from ingress.chains.pauses import Pause
 
-    pause = Pause(_now(), operator_name(), given_note())
-    _, pauses = await _decide(config, target, selector, lambda old, chain: old.with_pause(chain, pause), is_new=True)
+    settings = load_settings(config, quiet=True)
+    pause = Pause(_now(), operator_name(), given_note(settings))
+    _, pauses = await _decide(settings, target, selector, lambda old, chain: old.with_pause(chain, pause), is_new=True)
     _show_pauses(target, pauses, as_json)
 
 
@@ -209,8 +209,9 @@ async def chain_resume(
     at = f"{_now()} {secrets.token_hex(4)}"
     if is_all is (selector is not None):
         raise UsageError("expected a chain, as SITE/FEED, or --all")
+    settings = load_settings(config, quiet=True)
     if selector is None:
-        async with _store(config, target) as (settings, store):
+        async with _store(settings, target) as store:
             try:
                 paused = f"chains paused now: {len((await store.read()).paused)}"
             except Stopped as error:
@@ -218,7 +219,7 @@ async def chain_resume(
             await decide(settings, f"resume all chains of {target} ({paused})?", yes)
             pauses = await store.resume_all(at)
     else:
-        chain, pauses = await _decide(config, target, selector, lambda pauses, chain: pauses.with_resume(chain, at))
+        chain, pauses = await _decide(settings, target, selector, lambda pauses, chain: pauses.with_resume(chain, at))
         click.echo(f"{chain}: resumed; a running ingress checks it within two seconds", err=True)
     _show_pauses(target, pauses, as_json)
 
@@ -241,24 +242,23 @@ async def chain_ls(config: str, as_json: bool) -> None:
 
 
 @asynccontextmanager
-async def _store(config: str, target: str) -> AsyncIterator[tuple[Settings, PauseStore]]:
+async def _store(settings: Settings, target: str) -> AsyncIterator[PauseStore]:
     from ingress.chains.pauses import pause_stores
     from ingress.operator.correct import find_target
 
-    settings = load_settings(config, quiet=True)
     async with pause_stores(settings) as stores:
-        yield settings, stores[find_target(settings, target).stream]
+        yield stores[find_target(settings, target).stream]
 
 
 async def _decide(
-    config: str, target: str, selector: cli.ChainSelector, step: Step, *, is_new: bool = False
+    settings: Settings, target: str, selector: cli.ChainSelector, step: Step, *, is_new: bool = False
 ) -> tuple[Chain, Pauses]:
     """Return the chain that was meant, and the pauses now. Raises UsageError if a decision that `is_new` names a chain
     that does not flow into the target; an old one may name a chain that once did.
     """
     from ingress.operator.correct import find_target
 
-    async with _store(config, target) as (settings, store):
+    async with _store(settings, target) as store:
         paused, known_chains = (await store.read()).paused, await store.known_chains()
         chain = await asyncio.to_thread(selector.resolve, settings, paused, known_chains)
         if is_new and chain not in known_chains:

@@ -115,6 +115,20 @@ async def test_a_record_names_everything_but_secrets(desk: Desk, monkeypatch: py
     assert record["command"] == shlex.join(["floe", *(word.replace(secret, "***") for word in words)])
     [stored] = desk.folder.rglob("*.json")
     assert secret not in stored.read_text()
+    await ran("chain", "pause", "--target", centre.target, "us-east/NODES", *words[-4:])
+    assert [each["note"] for each in (await ran("chain", "ls", *words[-2:], "--json")).json()] == ["not ***"]
+
+
+async def test_a_store_whose_folder_is_gone_is_not_made_again(desk: Desk) -> None:
+    folder = desk._centre.archive.folder
+    folder.rename(folder.with_name("away"))
+    config = ("-c", str(desk._centre.write()))
+    for words in (
+        ("audit", "ls"), ("fleet",), ("compare", "us-east/NODES"), ("gap", "ls"), ("status",),
+        ("chain", "pause", "--target", desk._centre.target, "us-east/NODES"),
+    ):  # fmt: skip
+        assert "E-STORE-ROOT" in (await ran(*words, *config, code=75)).err, words
+    assert not folder.exists()
 
 
 async def test_a_listing_reads_only_the_records_of_the_times_asked_for(
