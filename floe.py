@@ -102,6 +102,11 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:  # raised before a command starts, or by one that runs until it is stopped
             ctx.exit(130)
+        except click.NoSuchOption as error:
+            if error.ctx is None or not isinstance(group := error.ctx.command, click.Group):
+                raise
+            message = f"{error.message} Name a command before it: {', '.join(group.list_commands(error.ctx))}."
+            raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

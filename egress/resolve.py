@@ -6,10 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.chain import MAX_INCARNATION, Chain
+from common.clock import format_unix
 from common.errors import ConfigError, DataError, FloeError, Stopped, Unavailable, UsageError
+from common.hints import restore_command
 from common.logs import get_logger
 from common.nats.api import stream_info
 from common.sequences import SequenceRange
+from egress.account_watch import matched_streams
 from egress.archive import Archive
 from egress.consumers import check_retention, check_start
 from egress.context import CommandContext
@@ -141,6 +144,8 @@ async def load_case(context: CommandContext, partition: Partition) -> Case:
         current, info = await incarnations.load(), await stream_info(context.deps.client, partition.stream)
         if info is not None:
             check_retention(info, partition.settings)
+        elif (deleted := await _deleted_error(context, partition)) is not None:
+            raise deleted
         if current is None:
             if info is None:
                 raise _unknown_error(partition) if partition.settings.streams else no_stream_error(partition)
@@ -159,6 +164,17 @@ async def load_case(context: CommandContext, partition: Partition) -> Case:
         mark = await _mark(deps, current.chain)
         return Case(partition, current, archive.first, archive.end, error=error, mark=mark)
     return await _judge(deps, current, archive)
+
+
+async def _deleted_error(context: CommandContext, partition: Partition) -> UsageError | None:
+    """Return the error for a stream that a pattern matched and whose deletion was announced; None for another one."""
+    document = matched_streams(context.deps.state, partition.chain.site)
+    found, name = (await document.get(allow_unreadable=True))[0], partition.stream
+    if found is None or (deleted := found.deleted.get(name)) is None:
+        return None
+    text = f"{name}: the stream was deleted, and its feed has ended, at {format_unix(deleted.at)}: {deleted}"
+    again = "nothing is to be decided; created again, it is archived as the next incarnation; as it was, by\n"
+    return UsageError(text, hint=again + restore_command(partition.chain, elsewhere=False))
 
 
 def _unknown_error(partition: Partition) -> UsageError:

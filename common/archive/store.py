@@ -341,12 +341,13 @@ class SegmentStore:
         is_part = self._partial and rows is not None and not rows.encloses(ref.coverage)
         if not whole and (is_part or self._always_partial or ref.size > WHOLE_BYTES):
             return self.open_part(ref, rows=rows)
-        for pause in FETCH_RETRY_S:
+        for number, pause in enumerate(FETCH_RETRY_S):
             try:
                 return self._open_whole(ref, rows)
             except DigestMismatch as error:
                 # The network may have damaged bytes that are intact in the store.
-                log.warning("segment unreadable", action="segment_unreadable", error=str(error), **ref.log_context())
+                report = log.info if number else log.warning  # one warning for an attempt and its repeats
+                report("segment unreadable", action="segment_unreadable", error=str(error), **ref.log_context())
                 self._clock.block(pause)
         return self._open_whole(ref, rows)
 

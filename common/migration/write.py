@@ -217,6 +217,8 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
         raise_problems(problems)
     is_old = "topics" in roots[0].entries and "streams" not in roots[0].entries
     top = read(roots[0], problems, TOPICS_FILE if is_old else FILE)
+    if is_old and not (problems or top.get("topics")):
+        top.add_problem("topics", "expected at least one topic, found none")
     raise_problems(problems)
     top = as_streams(top) if is_old else top
     paths = [path for stream in top.get("streams", ()) if (path := _path(stream, top)) is not None]

@@ -162,7 +162,8 @@ class FeedSettings(StartSettings):
     def completed(cls, given: Mapping[str, Any]) -> Any:
         stream = given.get("stream")
         # An invalid stream name is reported once, as `stream`.
-        if isinstance(stream, str) and FEED_PATTERN.fullmatch(stream) and given.get("name", "") == "":
+        is_free = given.get("name", "") == "" and not given.get("streams")
+        if is_free and isinstance(stream, str) and FEED_PATTERN.fullmatch(stream):
             return {**given, "name": stream}
         return given
 
@@ -226,7 +227,9 @@ class FeedSettings(StartSettings):
             if not self.retention:
                 yield "retention", "expected at least one entry, found an empty list"
         else:
-            if not self.stream:
+            if not self.stream and "streams" in self.model_fields_set:
+                yield "streams", "expected at least one pattern, found an empty list"
+            elif not self.stream:
                 yield "stream", "expected a value (required), found nothing"
             unused = ["except"] * bool(self.except_) + ["retention"] * (self.retention != ("limits",))
             unused += self.keys_set("mirrors")

@@ -7,6 +7,7 @@ DIR/backup.json     its configuration and state; written last, so a folder witho
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -82,7 +83,8 @@ def _sync(file: IO[bytes]) -> None:
 
 
 def _folder_error(folder: Path, error: OSError) -> Unavailable:
-    hint = "free space there, or name another folder; the same command begins again"
+    act = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "let this user write there"
+    hint = f"{act}, or name another folder; the same command begins again"
     return Unavailable(f"{folder}: {error}", hint=hint, code="E-EXPORT-FOLDER")
 
 

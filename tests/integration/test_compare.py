@@ -11,6 +11,7 @@ import yaml
 
 from common.archive.columns import batch_of
 from common.archive.segment import Message
+from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import Stopped
 from common.nats.api import stream_info
@@ -184,6 +185,17 @@ async def test_all_feeds_of_a_site_leave_metrics_and_name_those_that_cannot_be_c
     assert f"{series} 1.0" in metrics.read_text()
     assert "floe_compare_last_run_timestamp_seconds 1" in metrics.read_text()
     assert "found none" in (await ran("compare", *words[1:3], "nowhere", "--all", code=2)).err
+
+
+@pytest.mark.simulated
+async def test_a_damaged_segment_is_warned_of_once(bench: Bench) -> None:
+    stream = await bench.filled([b"x"] * 10)
+    await bench.freeze({"stream": stream})
+    [ref] = bench.store.list(Chain(SITE, stream))
+    path = bench.root / "bucket" / ref.key
+    path.write_bytes(path.read_bytes()[:-9] + b"123456789")
+    done = await ran("compare", "-c", str(configuration(bench, {"stream": stream})), f"{SITE}/{stream}", code=3)
+    assert done.err.count("segment unreadable") == 1, done
 
 
 @pytest.mark.simulated

@@ -103,6 +103,8 @@ async def test_a_stream_that_was_deleted_on_purpose_is_named_with_what_was_not_a
             await soon(lambda: account(each)["matched"] == 1)  # noqa: B023
             assert account(each)["deleted"] == [f"{stream}: 0 sequences never archived, as of sequence 3"]
             assert each.health.problems() == []
+        done = await ran("egress", "resolve", "-c", str(configuration(bench, entry)), stream, code=2)
+        assert ("the stream was deleted" in done.err, "floe restore -c" in done.err) == (True, True)
         assert len(bench.messages(stream)) == 3, "received messages are put"
         assert metric_value("floe_egress_end_sequence", {"site": SITE, "feed": stream, "partition": "0"}) is None
         await bench.make_stream(stream)

@@ -95,9 +95,15 @@ def test_an_entry_decides_what_its_patterns_take(
         ([{"streams": "AB"}, {"streams": "*B"}, {"stream": "AB"}], ""),
         ([{"streams": "*", "name": "N"}], "name: expected none with streams"),
         ([{"streams": "*", "partitions": ["a"]}], "partitions: expected none with streams"),
-        ([{"streams": "*", "stream": "S"}], "stream: expected none with streams"),
+        (
+            [{"streams": "*", "stream": "S"}],
+            r"1 validation error for Settings\n\S+\n  stream: expected none with streams",
+        ),
         ([{"stream": "S", "except": "T"}], "except: expected streams with it"),
-        ([{"streams": []}], r"stream: expected a value \(required\), found nothing"),
+        (
+            [{"streams": []}],
+            r"1 validation error for Settings\n\S+\n  streams: expected at least one pattern, found an empty",
+        ),
         ([{"streams": "a.b"}], "expected a stream name, with"),
         ([{"streams": "*", "retention": []}], "retention: expected at least one entry"),
     ],

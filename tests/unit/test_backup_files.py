@@ -1,5 +1,6 @@
 """The files of a backup: what an export may overwrite, and what an import refuses before it contacts a server."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from common.errors import UsageError
 from egress.importing import Backup
-from ingress.recovery.export import check_folder
+from ingress.recovery.export import _folder_error, check_folder
 from ingress.recovery.history import repeat_command
 from ingress.recovery.plan import RestoreRequest
 
@@ -76,3 +77,8 @@ def test_an_export_is_repeated_by_its_own_command() -> None:
     command = repeat_command(request)
     assert command.startswith("floe export -c ")
     assert command.endswith(" us-east/S 'a b' --to-sequence 9 --allow-lossy")
+
+
+@pytest.mark.parametrize(("number", "act"), [(errno.ENOSPC, "free space there"), (errno.EROFS, "let this user write")])
+def test_an_error_of_the_folder_names_its_own_remedy(number: int, act: str) -> None:
+    assert act in _folder_error(Path("b"), OSError(number, "why")).hint

@@ -76,6 +76,7 @@ def test_help_names_all_commands_and_loads_none_of_them():
         ("comfig", "No such command 'comfig'. Did you mean config?"),
         ("xyzzy", "No such command 'xyzzy'."),
         ("--nothing", "No such option"),
+        ("gap -c no", "No such option '-c'. Name a command before it: accept, ls."),
         ("config check", "Usage: floe config check [OPTIONS]"),
         ("chain pause --target T / -c no", "site '': expected 1 to 63"),
         ("gap accept --first 1 --last 6 /NODES -c no", "site '': expected 1 to 63"),
@@ -296,6 +297,7 @@ def test_every_command_takes_its_file_by_one_option(folder: Path):
     (folder / "c.yaml").write_text(f"store: {{url: file://{folder}/store}}\nsite: us\n")
     ended = run_here("config", "check", "-c", "c.yaml")
     assert (ended.code, ended.out.startswith("c.yaml:1: ok")) == (0, True), ended
+    (folder / "store").mkdir()
     assert run_here("segments", "ls", "-c", "c.yaml", "--json") == Done(0, "[]\n", "")
     missing = "error[E-CONFIG]: none.yaml: expected a file that can be read, found: no such file or directory\n"
     assert run_here("config", "check", "-c", "none.yaml") == Done(78, "", missing)

@@ -401,6 +401,8 @@ def test_problems_of_the_form_before_0_5_are_where_they_are_in_the_file() -> Non
     assert found == {"topics.cmdb.topic", "topics.cmdb.age", "topics.cmdb.target_url"}
     both = {"topics": {}, "streams": []}
     assert "unknown key" in problems(json.dumps(both))[0]
+    found = {line.partition(": ")[2] for text in ("topics:\n", "topics: {}\n") for line in problems(text)}
+    assert found == {"topics: expected at least one topic, found none"}
 
 
 def test_every_key_of_the_form_before_0_5_is_on_the_page() -> None:
