@@ -26,7 +26,7 @@ from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
 from ingress.chains.starts import StartResolver
-from ingress.checkpoint import Checkpoint
+from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import STATE_ROLE, StateStore
 from ingress.parked import ParkedStore
 from ingress.recovery.living import Batches, CompareRequest, LivingComparison, Missing, Pieces, inside
@@ -105,8 +105,9 @@ class TargetComparison(LivingComparison):
         """Return the target. Raises Stopped if it is not the stream that ingress has filled."""
         state = (await StateStore(self._states, state_key(STATE_ROLE, self._name), self._name).load()).state
         reading = await read_target(self._client, self._name)
-        if state is None or reading is None:
+        if reading is None or (state is None and reading.last_sequence):
             raise TargetErrors(self._name).no_checkpoint(reading)
+        state = state or TargetState(Checkpoint(0, reading.created))
         if (verdict := judge(state, reading)).finding is Finding.RECREATED:
             raise TargetErrors(self._name).error(verdict, [reading])
         info, self._checkpoint = await self._comparable(self._name), state.checkpoint

@@ -49,11 +49,7 @@ Missing = tuple[Sequence[int], dict[str, int]]  # rows, and further counts
 
 
 compared_at = gauge("compare_last_run_timestamp_seconds", "When the last comparison ended, since 1970.")
-differs = gauge(
-    "compare_differs",
-    "1 if the last comparison of the chain found a difference.",
-    ("site", "feed", "partition", "copy"),
-)
+differs = gauge("compare_differs", "1 if the last one found a difference.", ("site", "feed", "partition", "copy"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,8 @@ class CompareRequest:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The result for one chain on one copy of the stream. `server`: the replica that was read, empty for any.
+    """The result for one chain on one copy of the stream. `server`: the replica that was read, empty for any; or the
+    name of the target.
 
     `differences`: `lost` are the missing rows, `unexpected` those that are in the stream and not archived. `removed`:
     archived rows that the stream gave up: limits, deletion, acknowledgement. `left_out`: rows that the feed's sampling
@@ -235,12 +232,10 @@ class Tally:
                 del self.examples[MAX_EXAMPLES:]
         self.extra.extend(held)
 
-    def differences(
-        self, absent_word: str, absent: Sequence[int], extra_word: str, extra: Sequence[int]
-    ) -> Differences:
-        """Return the differences, if only `absent` and `extra` are; their examples are named by the words."""
-        examples = [f"{each}: {absent_word}" for each in absent[:MAX_EXAMPLES]]
-        examples += [f"{each}: {extra_word}" for each in extra[:MAX_EXAMPLES]]
+    def differences(self, lost: str, absent: Sequence[int], added: str, extra: Sequence[int]) -> Differences:
+        """Return the differences, of which the rows `absent` and `extra` are two; `lost`, `added`: words for them."""
+        examples = [f"{each}: {lost}" for each in absent[:MAX_EXAMPLES]]
+        examples += [f"{each}: {added}" for each in extra[:MAX_EXAMPLES]]
         few = tuple([*self.examples, *examples][:MAX_EXAMPLES])
         counts = self.expected, self.found, len(absent)
         return Differences(*counts, altered=self.altered, unexpected=len(extra), examples=few)
@@ -340,7 +335,7 @@ class LivingComparison:
 
     async def _servers(self, info: StreamInfo, mode: str) -> list[str]:
         if mode != "each-replica":
-            return [""]
+            return [info.name if mode == "target" else ""]
         cluster = (await query(self._client, f"STREAM.INFO.{check_token(info.name)}")).get("cluster") or {}
         replicas = cluster.get("replicas") or []  # none on a single server, which has a leader all the same
         return [str(each["name"]) for each in replicas] + [str(cluster["leader"])] if replicas else [""]
@@ -349,7 +344,7 @@ class LivingComparison:
         self, chain: Chain, info: StreamInfo, server: str, request: CompareRequest, stop: Stop
     ) -> Copy | None:
         """Return the result of the chain on one copy; None if it has no rows to compare."""
-        record = self._documents.compared(chain, server or self._copy)
+        record = self._documents.compared(chain, self._copy if request.mode == "target" else server or self._copy)
         begin, last = await self._threads.run(self._bounds, chain, request)
         if max(begin, request.first or 1) < info.first_sequence and begin <= last:
             self._notes.append(f"{chain}: the stream begins at {info.first_sequence}; rows before it are not compared")

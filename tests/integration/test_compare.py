@@ -238,6 +238,7 @@ async def test_a_target_is_compared_row_by_row(client: FloeClient, centre: Centr
     archive, config = centre.archive, centre.having(on_oversize="park").write()
     archive.put([*rows_of(1, 4), message(5, b"L" * 2000), *rows_of(6, 100)])
     await make(client, centre, max_msg_size=1000)
+    assert "ingress has not begun" in (await with_target(centre))["notes"][0]
     async with centre.running():
         await closed_at(client, centre, 99)
     assert of_target(await with_target(centre)) == [(99, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0)]
