@@ -30,13 +30,6 @@ def tens(count: int, **how: float) -> list:
     return [ref(i * 10 + 1, i * 10 + 10, **how) for i in range(count)]
 
 
-def test_overlapping_segments_stay_together_past_max_size():
-    segments = [ref(1, 60, size=600), ref(50, 100, size=600), ref(101, 200, size=600)]
-    [output] = plan(segments, TestPolicy(max_size=1000), NOW)
-    assert str(output.coverage) == "1..100"
-    assert not supersession_of_merge(output.inputs[0], output.inputs).is_disjoint
-
-
 def test_only_the_larger_name_of_twins_is_merged():
     twins = [ref(1, 10, twin=n) for n in range(3)]
     [output] = plan([*twins, *tens(10)[1:]], TestPolicy(), NOW)
@@ -44,6 +37,7 @@ def test_only_the_larger_name_of_twins_is_merged():
 
 
 HUNDREDS = [ref(i * 100 + 1, i * 100 + 100, level=1, size=500) for i in range(4)]
+OVERLAPPING = [ref(first, last, size=600) for first, last in ((1, 60), (50, 100), (101, 200))]
 # By the case: segments, settings of the policy that differ from TestPolicy's, coverages of the outputs.
 DUE = {
     "an empty chain": ([], {}, ""),
@@ -58,6 +52,7 @@ DUE = {
     "a young one ends the run": ([*tens(10), ref(101, 110, age=59), ref(111, 120)], {}, "1..100"),
     "max_size closes": (tens(10, size=300), {"min_size": 900, "max_size": 1000}, "1..30 31..60 61..90"),
     "closed below min_size": ([*tens(2, size=400), ref(21, 30, size=900)], {"max_size": 1000}, "1..20"),
+    "overlapping ones stay together": (OVERLAPPING, {"max_size": 1000}, "1..100"),
     "no span over a hole": ([*tens(10), *(ref(n, n + 9) for n in range(102, 202, 10))], {}, "1..100 102..201"),
     "overlapped by a young one": ([*tens(10), ref(95, 120, age=1)], {"min_size": 900}, "1..90"),
     "accounted for above": ([*tens(10), ref(1, 100, level=1)], {}, ""),

@@ -86,18 +86,6 @@ def test_bytes_that_are_left_out_count_by_reason_in_the_pieces_of_their_segment(
         assert piece.left_out == wanted
 
 
-def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
-    bench = Bench(max_age=60)
-    bench.pass_time(1_000)
-    assert bench.builder.due_in == math.inf
-    bench.builder.add_messages(columns_of([1]))
-    for passed, left in ((0, 60), (59, 1)):
-        bench.pass_time(passed)
-        assert (bench.builder.due_in, bench.segments()) == (left, [])
-    bench.pass_time(1)
-    assert (bench.segments(), bench.builder.due_in) == ([(SequenceRange(1, 1), [1], ClosedBy.AGE)], math.inf)
-
-
 def test_a_session_wakes_when_a_segment_opens_and_when_a_piece_has_gaps() -> None:
     bench = Bench(max_age=60)
     for sequence, left in ((1, 60), (2, 59)):
@@ -118,7 +106,7 @@ def test_what_holds_no_row_still_becomes_a_segment_and_what_covers_nothing_none(
     bench.builder.skip_to(10)
     bench.builder.close(ClosedBy.DRAIN)
     bench.pass_time(600)
-    assert bench.emitted == []
+    assert (bench.emitted, bench.builder.due_in) == ([], math.inf)
     bench.builder.add_batch(sifted([11, 12, 40], kept=set()))
     bench.pass_time(60)
     assert (bench.segments(), bench.pieces[0].last.sequence) == ([(SequenceRange(11, 40), [], ClosedBy.AGE)], 40)
@@ -150,15 +138,6 @@ def test_what_is_left_out_is_charged_too_and_handed_over_in_bounded_pieces() -> 
     bench.builder.close(ClosedBy.DRAIN)
     assert max(len(piece.examined) for piece in bench.pieces) < building.PIECE_MESSAGES + 1_000
     assert bench.account.used == sum(piece.memory for piece in bench.pieces) > 99_000 * 40
-
-
-def test_a_piece_with_gaps_is_handed_over_early() -> None:
-    bench = Bench()
-    bench.builder.add_messages(columns_of([1, 3]))
-    bench.pass_time(building.GAP_MAX_AGE_S)
-    bench.builder.add_messages(columns_of([4, 5]))
-    bench.pass_time(building.GAP_MAX_AGE_S)
-    assert [piece.coverage for piece in bench.pieces] == [SequenceRange(1, 3)]
 
 
 DISTANCES = st.lists(st.integers(1, 4), min_size=1, max_size=30)
@@ -231,12 +210,6 @@ def test_the_ledger_agrees_with_checking_every_sequence(received: set[int], sour
         assert (ledger.counts.get(reason, 0), ledger.total() + len(received)) == (len(missing) - gone, 30)
     below = [s for s in missing if s < source_first]
     assert unread(found, source_first) == (SequenceRange(below[0], below[-1]) if below else None)
-
-
-def test_the_part_before_the_first_gap() -> None:
-    trimmed = building.before_first_gap(piece(SequenceRange(5, 20), [5, 6, 7, 9, 20]))
-    assert (trimmed.coverage, trimmed.rows.sequences) == (SequenceRange(5, 7), [5, 6, 7])
-    assert building.before_first_gap(piece(SequenceRange(5, 20), [6])) is None
 
 
 def test_a_batch_that_fails_halfway_is_never_closed_as_if_whole(monkeypatch: pytest.MonkeyPatch) -> None:
