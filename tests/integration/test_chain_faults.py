@@ -22,7 +22,7 @@ from common.sequences import SequenceRange
 from common.settings.service import StartSettings
 from ingress import metrics
 from ingress.chains.search import plan_from_listings
-from ingress.chains.starts import FeedStart, StartResolver
+from ingress.chains.starts import StartResolver
 from tests.integration.test_chain_turns import Centre
 from tests.support.basics import PATIENCE, counted, soon
 from tests.support.clock import ManualClock
@@ -374,8 +374,3 @@ def test_a_corrupt_start_is_never_used(begun: Archive) -> None:
         begun.objects.put(key, spoiled)
         with pytest.raises(DataError, match=r"start\.json"):
             start(begun, start_at_end=True)()
-
-
-def test_a_start_reads_back_as_it_was_written() -> None:
-    for written in (FeedStart(1), FeedStart(1, -5), FeedStart(1, sequence=7), FeedStart(1, ends={"a/b/0000/0": 9})):
-        assert FeedStart.from_json(written.to_json()) == written

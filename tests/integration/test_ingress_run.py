@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import Unavailable
 from common.nats.api import stream_info
@@ -48,29 +47,6 @@ async def test_later_rows_follow_and_a_restart_resumes(client: FloeClient, centr
     assert written.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
 
 
-async def test_a_replaced_segment_is_found(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = [centre.archive.put(rows_of(first, first + 9)) for first in (1, 11, 21)]
-    centre.archive.put(rows_of(1, 30), level=1, tail=False)
-    opened = []
-
-    def gone_then_open(store: object, ref: SegmentRef, *, rows: SequenceRange | None = None) -> object:
-        if not opened:
-            for each in small:
-                centre.archive.store.delete(each)
-        opened.append(ref.level)
-        return original(store, ref, rows=rows)  # type: ignore[arg-type]
-
-    original = type(centre.archive.store).open
-    monkeypatch.setattr(type(centre.archive.store), "open", gone_then_open)
-
-    await make(client, centre)
-    async with centre.running():
-        messages = await centre.carried(client, 30)
-
-    check_exact(messages, centre.archive, centre.prefix)
-    assert set(opened) == {0, 1}
-
-
 @pytest.mark.parametrize("base", [0, 1])
 @pytest.mark.parametrize("stored", [0, 11, 30])
 async def test_an_open_intent_stored_in_part_or_all(client: FloeClient, centre: Centre, stored: int, base: int) -> None:
@@ -98,8 +74,7 @@ async def empty(client: FloeClient, centre: Centre) -> bool:
     ids=["expired", "superseded per subject"],
 )
 async def test_what_is_gone_stays_gone(client: FloeClient, centre: Centre, config: dict[str, Any], held: range) -> None:
-    ref = centre.archive.put(rows_of(1, 30))
-    await left_open(client, centre, ref, await make(client, centre, **config))
+    await left_open(client, centre, centre.archive.put(rows_of(1, 30)), await make(client, centre, **config))
     await store(client, centre, rows_of(1, 11))
     if "max_age" in config:
         await soon(lambda: empty(client, centre))

@@ -11,13 +11,11 @@ from common.archive.segment import Message
 from common.errors import OutcomeUnknown, Unavailable
 from common.nats.api import create_consumer, create_stream, stream_info
 from common.nats.client import ApiError, FloeClient, frame
-from common.nats.headers import Provenance, split_provenance
+from common.nats.headers import Provenance
 from common.nats.pull import get_message
 from infra.awkward import KINDS, REQUIRED_SETTINGS, publish_awkward
 from infra.local.nats import NatsServer
-from tests.integration.test_ingress_messages import ACTING, EVERYTHING, MARK
 from tests.support.basics import PATIENCE, AckReply, parse_ack, seeded, soon, unique
-from tests.support.headers import escape
 from tests.support.ingress import client_of
 from tests.support.servers import place
 
@@ -159,24 +157,6 @@ async def test_both_layouts_of_replies_are_those_of_a_server():
                 [(_, reply, _, _)] = await deliver(client, "S")
                 stored, ack = await get_message(client, "S", 7), parse_ack(reply)
                 assert (reply.count(b"."), ack) == (dots, AckReply("S", ack.consumer, 7, 1, stored.timestamp_ns, 0))
-
-
-# Effects of headers at the target
-
-
-async def test_escaped_headers_are_stored_without_effect(client: FloeClient):
-    """Also if a lone line break could start a header at the target."""
-    stream = await new_stream(client, **EVERYTHING)
-    for subject in ("x", "y", "x"):
-        await publish(client, f"{stream}.{subject}", b"1", block(b"Nats-Msg-Id: first") if subject == "y" else None)
-    lone = (b"A: 1\nNats-Rollup: all", b"A: 1\rNats-Rollup: all", b"A: 1\r\r\nNats-Rollup: all")
-    for last, line in enumerate([*ACTING, MARK, b"traceparent: 00-0a-b7-01", *lone], 3):
-        original = block(b"A: 1", line, b"B: 2")
-        escaped = escape(original, HERE, first_lines=(b"Nats-Expected-Last-Sequence: %d" % last,))
-        assert await publish(client, f"{stream}.x", b"4", escaped) == {"stream": stream, "seq": last + 1}
-        stored = await get_message(client, stream, last + 1)
-        assert (stored.headers, split_provenance(stored.headers)) == (escaped, (HERE, original))
-    assert (await stream_info(client, stream)).messages == last + 1
 
 
 @pytest.mark.parametrize("features", [{}, dict.fromkeys(REQUIRED_SETTINGS.values(), True)], ids=["without", "with"])

@@ -84,13 +84,6 @@ async def reads_on(bench: Bench, stream: str, running: Running, last: int = 260)
     await running.received(stream, last)
 
 
-async def all_is_archived(bench: Bench, stream: str) -> None:
-    """Check that the archive holds the 200 messages put before, the 50 from memory, and 10 new ones."""
-    await bench.same(stream, stream)
-    assert len(bench.messages(stream)) == 260
-    bench.check(stream)
-
-
 @asynccontextmanager
 async def overtaken(bench: Bench, server: NatsServer) -> AsyncIterator[tuple[str, Running, Running, TcpProxy]]:
     """A server that lost everything. The first instance holds 50 messages behind the 200 archived ones and cannot reach
@@ -112,21 +105,6 @@ async def overtaken(bench: Bench, server: NatsServer) -> AsyncIterator[tuple[str
         await asyncio.sleep(2.5)  # the lease of the first has expired
         assert bench.end(stream) == 200
         yield stream, one, other, proxy
-
-
-async def test_rows_held_at_the_loss_of_the_lease_are_put_if_the_stream_is_gone(
-    alone: tuple[Bench, NatsServer],
-) -> None:
-    bench, server = alone
-    async with overtaken(bench, server) as (stream, one, other, proxy):
-        await proxy.listen()
-        await soon(lambda: bench.end(stream) == 250)
-        assert "E-SOURCE-GONE" in str(other.status(stream)), "it has the lease all the while"
-        await soon(lambda: one.status(stream)["state"] == "standby")
-        assert (await back.restored(bench, stream)).exit_code == 0
-        assert [each.payload for each in await back.contents(bench, stream)][200:] == LATE
-        await reads_on(bench, stream, other)
-    await all_is_archived(bench, stream)
 
 
 async def test_rows_held_after_a_restore_are_named_and_put_when_the_lease_is_free(

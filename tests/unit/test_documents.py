@@ -407,8 +407,3 @@ def test_parts_are_what_every_key_header_and_stream_can_carry() -> None:
     for incarnation, partition in ((-1, 0), (10000, 0), (0, -1), (0, 65536)):
         with pytest.raises(ValueError, match="expected 0 to"):
             Chain("s", "F", incarnation, partition)
-
-
-def test_chains_sort_by_site_feed_incarnation_partition() -> None:
-    chains = [Chain("b", "A"), Chain("a", "B"), Chain("a", "A", 1), Chain("a", "A", 0, 1), Chain("a", "A")]
-    assert [str(c) for c in sorted(chains)] == ["a/A/0000/0", "a/A/0000/1", "a/A/0001/0", "a/B/0000/0", "b/A/0000/0"]

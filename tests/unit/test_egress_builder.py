@@ -112,17 +112,6 @@ def test_what_holds_no_row_still_becomes_a_segment_and_what_covers_nothing_none(
     assert (bench.segments(), bench.pieces[0].last.sequence) == ([(SequenceRange(11, 40), [], ClosedBy.AGE)], 40)
 
 
-def test_what_is_left_out_is_examined_and_accounted_for_by_its_reason() -> None:
-    bench = Bench()
-    bench.builder.add_batch(sifted([1, 2, 4, 7], kept={2}, code=CODE_TOO_OLD))
-    bench.builder.add_batch(sifted([8, 9], kept={9}, code=CODE_SAMPLED_OUT))
-    bench.builder.close(ClosedBy.DRAIN)
-    (piece,) = bench.pieces
-    assert (piece.examined, piece.rows.sequences) == ([1, 2, 4, 7, 8, 9], [2, 9])
-    counts = {Reason.TOO_OLD: 3, Reason.SAMPLED_OUT: 1, Reason.GONE_BEFORE_READ: 1, Reason.DELETED: 2}
-    assert ledger_of(piece, 4, filtered=False).counts == counts
-
-
 def test_rows_of_a_sampled_feed_have_their_sample_keys() -> None:
     bench = Bench(sampled=True, max_messages=2)
     bench.builder.add_batch(sifted(range(1, 9), kept={1, 4, 6}))

@@ -40,14 +40,6 @@ def late(since: float | None = 1000.0, phase: Phase = Phase.LATE) -> ChainPlan:
     return ChainPlan(phase, (), SequenceRange(11, 20), since)
 
 
-def test_segments_are_carried_from_the_position_up_to_the_first_hole() -> None:
-    plan = plan_chain([ref(1, 10), ref(8, 20), ref(21, 30), ref(41, 50)], 5, None)
-
-    assert (plan.phase, taken(plan)) == (Phase.READY, [(0, 5, 10), (0, 11, 20), (0, 21, 30)])
-    assert taken(plan_chain([ref(1, 100, level=1), ref(91, 100)], 42, None)) == [(1, 42, 100)]
-    assert plan_chain([ref(1, 10)], 11, None) == plan_chain([], 1, None) == ChainPlan(Phase.IDLE)
-
-
 def test_a_hole_is_late_since_the_first_segment_behind_it_came() -> None:
     plan = plan_chain([ref(1, 10), ref(31, 40, modified=7.0), ref(21, 30, modified=9.0)], 11, None)
 

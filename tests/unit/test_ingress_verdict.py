@@ -46,15 +46,10 @@ def test_a_checkpoint_ends_with_the_last_message_of_the_last_piece_that_has_one(
     assert from_json("T", to_json("T", again)) == again
 
 
-def test_each_message_is_found_in_its_piece_and_the_ends_of_those_that_are_stored() -> None:
+def test_the_ends_of_the_pieces_that_are_stored_are_found() -> None:
     pieces = (piece(1, 3), piece(4, 9, 0), piece(1, 2, 2, B))
-    intent, first, last = Intent(100, pieces), (0, pieces[0]), (3, pieces[2])
-
-    assert [intent.piece_at(index) for index in range(5)] == [first, first, first, last, last]
-    with pytest.raises(IndexError):
-        intent.piece_at(5)
-    assert [list(intent.pieces_by_end(stored)) for stored in (2, 4)] == [[], [103]]
-    assert intent.pieces_by_end(5) == {103: pieces[0], 105: pieces[2]}
+    found = [Intent(100, pieces).pieces_by_end(stored) for stored in (2, 4, 5)]
+    assert found == [{}, {103: pieces[0]}, {103: pieces[0], 105: pieces[2]}]
 
 
 def test_an_intent_continues_what_is_there() -> None:

@@ -103,11 +103,6 @@ def test_the_name_comes_from_the_bytes_which_the_same_rows_give(tmp_path: Path) 
     assert write_segment(tmp_path / "b", rows).sha256 == digest
 
 
-def test_a_covered_range_without_rows_is_a_segment(path: Path) -> None:
-    with open_file(path, write_segment(path, [], SequenceRange(5, 9)).segment_name) as reader:
-        assert (list(reader.batches()), reader.row_groups, reader.footer.is_balanced()) == ([], (), True)
-
-
 def test_raw_bytes_and_times_are_taken_from_the_rows(path: Path) -> None:
     rows = [message(1, b"abc", headers=b"12345"), message(2, b"")]
     spooled = write_segment(path, rows, raw_bytes=0, first_timestamp_ns=None, last_timestamp_ns=7)
