@@ -67,7 +67,6 @@ class Reader:
         script.write_text(self._local(text))
         # In the reader's own shell, for its variables and jobs.
         run = f"failed=0; trap 'failed=$?' ERR; . {script} > {output} 2>&1; trap - ERR"
-        assert self._shell.stdin is not None
         self._shell.stdin.write(f"{run}; echo $failed > {code}.new; mv {code}.new {code}\n".encode())
         self._shell.stdin.flush()
         _wait_for(code, self._shell)

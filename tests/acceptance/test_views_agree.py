@@ -80,13 +80,11 @@ class Fleet:
         for site in SITES:
             async with client_of(self.world.sites[site].url) as client:
                 source = await stream_info(client, "NODES")
-            assert source is not None
             segments = stored.get(site, [])
             ends, sizes = [end for end, _ in segments], [size for _, size in segments]
             found[site] = Truth(source.last_sequence, max(ends, default=0), len(segments), sum(sizes))
         async with client_of(self.world.central.url) as client:
             info = await stream_info(client, TARGET)
-        assert info is not None
         assert info.messages == info.last_sequence
         return found, info.last_sequence
 

@@ -99,9 +99,7 @@ async def special_streams(client: FloeClient) -> list[str]:
     await create_stream(client, {"name": "MIRROR", "storage": "file", "mirror": {"name": "REPUBLISH"}})
     sources = [{"name": "REPUBLISH"}, {"name": "COMPRESSED"}]
     await create_stream(client, {"name": "SOURCED", "storage": "file", "sources": sources})
-    sealed = await stream_info(client, "SEALED")
-    assert sealed is not None
-    await client.api("STREAM.UPDATE.SEALED", {**sealed.config, "sealed": True})
+    await client.api("STREAM.UPDATE.SEALED", {**(await stream_info(client, "SEALED")).config, "sealed": True})
     return [*kinds, "COUNTED", "MIRROR", "SOURCED"]
 
 

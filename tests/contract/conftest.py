@@ -1,24 +1,15 @@
 """Fixtures for the contract of the publishers; a file with servers of its own has its own client."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from common.nats.client import FloeClient
 from ingress.publishers.choose import PUBLISHERS
-from tests.support.ingress import client_of
 from tests.support.publishers import new_stream
 
 
 @pytest.fixture(params=list(PUBLISHERS))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as connected:
-        yield connected
 
 
 @pytest.fixture

@@ -68,11 +68,8 @@ async def test_sigterm_finishes_the_intent_and_leaves_the_lease_to_the_next(clie
     await centre.carried(client, 1)
     assert await asyncio.to_thread(service.drain) == 0
     stored = (await (await centre.state(client)).load()).state
-    assert stored is not None
     assert stored.intent is None
-    info = await stream_info(client, centre.target)
-    assert info is not None
-    assert info.last_sequence == stored.checkpoint.target_sequence
+    assert (await stream_info(client, centre.target)).last_sequence == stored.checkpoint.target_sequence
 
     start(centre, lease_ttl="5m")
     await finished(centre, archive, client)

@@ -50,7 +50,6 @@ async def test_one_that_was_asleep_touches_nothing_of_the_one_that_was_done_mean
     asleep.send_signal(signal.SIGCONT)
     assert await asyncio.to_thread(asleep.wait, PATIENCE) == 78
     info = await stream_info(bench.client, stream)
-    assert info is not None
     assert (info.restore_marker, info.config["subjects"]) == ("", [f"{stream}.>"])
     found = await back.contents(bench, stream)
     assert [*found[: len(before)]] == before
@@ -69,7 +68,6 @@ async def test_a_subject_that_was_taken_meanwhile_leaves_it_under_its_guard(benc
     assert "stays under its guard" in output
     await bench.client.request_raw(f"{stream}.a".encode(), b"for the other", timeout=PATIENCE)
     info = await stream_info(bench.client, stream)
-    assert info is not None
     assert (bool(info.restore_marker), info.config["subjects"]) == (True, [f"_floe.restore.{stream}"])
     assert info.last_sequence == 200
     early = await floe("restore", "-c", file, f"site/{stream}", "--yes")
@@ -97,9 +95,7 @@ async def test_killed_between_its_promotion_and_the_last_push_consumer(bench: Be
     for point, left in (("promoted", {"one", "two"}), ("delivering", {"two"})):
         done = await floe(*words, env={**os.environ, "FLOE_FAILPOINTS": f"restore.{point}=kill"})
         assert done.code == -signal.SIGKILL, done
-        info = await stream_info(bench.client, stream)
-        assert info is not None
-        assert not info.restore_marker
+        assert not (await stream_info(bench.client, stream)).restore_marker
         there = {each["name"]: each["config"]["deliver_subject"] for each in await list_consumers(bench.client, stream)}
         assert {name for name, subject in there.items() if subject != pushed[name]} == left
     done = await floe(*words)

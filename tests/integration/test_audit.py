@@ -49,8 +49,7 @@ class Desk:
             self.archive.put(rows)
 
     async def decide(self, *words: str, code: int = 0) -> str:
-        done = await ran(*words, *self._config, code=code)
-        return done.err
+        return (await ran(*words, *self._config, code=code)).err
 
     async def records(self, *words: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = (await ran("audit", "ls", *self._config, "--json", *words)).json()

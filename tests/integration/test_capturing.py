@@ -70,7 +70,6 @@ async def test_a_stream_is_captured_beside_its_messages(bench: Bench) -> None:
     assert sorted(each.config["max_msgs"] for each in configs) == [-1, 77]  # type: ignore[union-attr]
     for ref in (*store.list_captures(chain, "config"), *store.list_captures(chain, "consumers")):
         document = store.read(ref)
-        assert document is not None
         assert (document.chain, bool(document.ts), ref.end <= 10) == (str(chain), True, True)
         assert abs(document.moment_ns - parse_time(document.at)) < PATIENCE * NS_PER_S
     changed, gone = store.config(chain), store.deletions(chain)

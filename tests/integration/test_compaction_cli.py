@@ -217,8 +217,7 @@ def test_a_chain_must_begin_as_documented_and_a_corrupt_document_is_a_problem_of
     late = begun(site, 5)
     site.put(11, 20, chain=late)
     site.objects.put(site.layout.chain_document(CHAIN), b"{")
-    found = site.verify("--json", code=3)
-    kinds = {chain["site"]: [p["kind"] for p in chain["problems"]] for chain in found}
+    kinds = {chain["site"]: [p["kind"] for p in chain["problems"]] for chain in site.verify("--json", code=3)}
     assert kinds == {CHAIN.site: ["document"], late.site: ["hole"]}
     site.chains.raise_floor(late, 11)
     assert site.verify("--json", "eu-west")[0]["problems"] == []
@@ -332,13 +331,11 @@ def test_a_run_leaves_in_the_bucket_how_it_ended(site: Site, tmp_path: Path):
     site.compact()
     assert noted() == {(None, None): (0, True), ("us-east", "NODES"): (0, True)}
     first = site.chains.read_run(None, None)
-    assert first is not None
     assert first.succeeded == first.ended > 1_700_000_000
     assert first.seconds > 0
 
     site.objects.put(f"{site.layout.tombstones_prefix(CHAIN)}{'0' * 20}-{'1'.zfill(20)}-{'0' * 16}.json", b"spoiled")
     site.compact("--strict", code=3)
     failed = site.chains.read_run(None, None)
-    assert failed is not None
     assert (failed.code, failed.succeeded) == (3, first.succeeded)
     assert failed.ended > first.ended

@@ -72,7 +72,6 @@ def test_damaged_segments_are_named_with_their_quarantine_command_and_accepted(h
     path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
 
     found = find_blocking_hole(holed.store, read_cover(holed.store, holed.documents, CHAIN, 11))
-    assert found is not None
     assert (found.rows, found.kind, found.damaged) == (SequenceRange(11, 20), "damaged", (bad.key,))
     assert f"\n{quarantine_command(bad.key)}\n" in found.remedies()[0]
     assert find_blocking_hole(holed.store, read_cover(holed.store, holed.documents, CHAIN, 5)) is None
@@ -147,8 +146,7 @@ async def test_rows_behind_the_end_of_an_incarnation_are_named_and_carried_or_ac
     for line in carried:
         await paste(line)
     stream = "NODES_0000"
-    found = [each.message.sequence for each in await arrived(client, stream)]
-    assert found == [*range(11, 21), *range(31, 35)]
+    assert [each.message.sequence for each in await arrived(client, stream)] == [*range(11, 21), *range(31, 35)]
     for line in given_up:
         await paste(line, "--yes")
     assert ((await invoke(*verify)).code, (await status())[0]["why"]) == (0, "")

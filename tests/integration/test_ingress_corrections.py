@@ -192,8 +192,7 @@ async def test_a_state_that_is_lost_is_found_in_the_target(client: FloeClient, c
 
 @pytest.mark.parametrize("opened", [False, True])
 async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, opened: bool) -> None:
-    ref = centre.archive.put(rows_of(1, 10))
-    old = await left_open(client, centre, ref, await make(client, centre))
+    old = await left_open(client, centre, centre.archive.put(rows_of(1, 10)), await make(client, centre))
     async with centre.running():
         old = old if opened else await closed_at(client, centre, 10)
         centre.archive.put(rows_of(11, 30))

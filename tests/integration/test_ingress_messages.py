@@ -304,8 +304,7 @@ async def test_a_listed_ttl_expires_and_every_other_value_is_text(client: FloeCl
         # The arithmetic holds though messages are gone: the next rows are behind them.
         centre.archive.put(rows_of(len(rows) + 1, len(rows) + 10))
         await soon(lambda: _last(client, centre, len(rows) + 10))
-    state = (await (await centre.state(client)).load()).state
-    assert state.checkpoint.target_sequence == len(rows) + 10
+    assert (await (await centre.state(client)).load()).state.checkpoint.target_sequence == len(rows) + 10
 
 
 async def _last(client: FloeClient, centre: Centre, sequence: int) -> bool:

@@ -96,7 +96,6 @@ def test_make_minio_prints_settings_that_work_and_ends_with_a_signal() -> None:
     command = [sys.executable, "-m", "infra.local.minio"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PROJECT_FOLDER)
     try:
-        assert process.stdout is not None
         document = yaml.safe_load("".join(process.stdout.readline() for _ in range(6)))
         canaries.note(document["store"]["secret_access_key"])
         objects = open_objects(StoreSettings.model_validate(document["store"]))

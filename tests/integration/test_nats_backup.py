@@ -100,7 +100,6 @@ async def test_an_archive_begins_with_a_backup_of_any_server(tmp_path: Path, ver
             await create_consumer(client, stream, {"durable_name": "push", "deliver_subject": "push.here"})
             folder = await back_up(client, stream, tmp_path / "b")
             before, info = await back.contents(bench, stream), await stream_info(client, stream)
-            assert info is not None
             await bench.publish(stream, [b"later"] * 5)
             await client.api(f"STREAM.PURGE.{stream}", {"seq": 400})
 
@@ -109,7 +108,6 @@ async def test_an_archive_begins_with_a_backup_of_any_server(tmp_path: Path, ver
             assert (done["messages"], done["left_out"], done["leftover"]) == (len(before), 0, "")
             assert bench.messages(stream) == before
             document = bench.chains.read_stream(bench.chain(stream))
-            assert document is not None
             kept = json.loads((folder / "backup.json").read_text())["config"]
             assert (document.importing, document.config) == ("", kept)
             assert (document.created == info.created) == bool(version), "2.15 keeps it in no backup"

@@ -45,9 +45,7 @@ async def test_new_sites_are_delivered_by_the_holder_of_the_lease_and_after_rest
         await soon(lambda: archive.documents.read_positions(centre.target))
     del archive.rows[refused]
     check_exact(messages, archive, centre.prefix)
-    written = archive.documents.read_positions(centre.target)
-    assert written is not None
-    assert written.sources == ("*-9/NODES", "edge-*/*")
+    assert archive.documents.read_positions(centre.target).sources == ("*-9/NODES", "edge-*/*")
     done = await floe("status", "-c", str(centre.write()), "--json")
     rows = {f"{row['site']}/{row['feed']}": row["phase"] for row in done.json()}
     others = dict.fromkeys((f"{each.site}/{each.feed}" for each in (one, two, three, other)), "idle")

@@ -67,7 +67,6 @@ class World:
 
     async def messages(self, stream: str) -> list[Message]:
         info = await stream_info(self.client, stream)
-        assert info is not None
         return [
             stored_message(await query(self.client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
             for sequence in range(info.first_sequence, info.last_sequence + 1)
@@ -238,7 +237,6 @@ async def test_hops_stay_if_another_process_finishes_an_intent(world: World) -> 
     centre = world.centre(target, {"site": "region", "feed": chain.feed, "subject_prefix": target})
     await create_stream(world.client, {"name": target, "subjects": [f"{target}.>"], "allow_atomic": True})
     info = await stream_info(world.client, target)
-    assert info is not None
     bucket = await KeyValue(world.client, centre.state_bucket).ensure()
     state = TargetState(Checkpoint(0, info.created), Intent(0, (IntentPiece(ref.segment, SequenceRange(1, 5), 5),)))
     assert await StateStore(bucket, state_key("ingress", target), target).save(state, 0)

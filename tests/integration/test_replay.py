@@ -91,8 +91,7 @@ async def test_sequences_mean_the_newest_incarnation(world: World) -> None:
         world.archive.begin(chain, previous={0: 20} if k else None)
         world.fill((1, 20), chain=chain)
     await world.make()
-    view = await world.preview(from_sequence=5, to_sequence=9)
-    assert any("0001" in note for note in view.notes)
+    assert any("0001" in note for note in (await world.preview(from_sequence=5, to_sequence=9)).notes)
     await world.run(from_sequence=5, to_sequence=9)
     assert await world.held() == [("us-east/NODES/0001/0", s) for s in range(5, 10)]
     await world.run(ReplayOptions(append=True), from_sequence=5, to_sequence=6, incarnation=0)
@@ -182,13 +181,10 @@ async def test_a_missing_target_is_refused_or_made_as_it_was(world: World) -> No
     world.archive.documents.create_chain(CHAIN, ChainDocument((), 1, 1))
     world.archive.put([replace(m, subject=f"{world.target}.a".encode()) for m in rows_of(1, 50)])
     await refused(world, "E-TARGET-MISSING", prefix="")
-    view = await world.preview(prefix="")
-    assert view.template is not None
-    assert view.template.left_out == ("republish",)
+    assert (await world.preview(prefix="")).template.left_out == ("republish",)
     assert await stream_info(world.client, world.target) is None
     await world.run(ReplayOptions(create=True), prefix="")
     info = await stream_info(world.client, world.target)
-    assert info is not None
     assert (info.messages, {name: info.config[name] for name in kept}) == (50, kept)
     assert "republish" not in info.config
 
@@ -211,8 +207,7 @@ async def test_late_rows_are_no_loss_before_the_union_either(world: World) -> No
     world.archive.put(rows_of(31, 40), SequenceRange(1, 40), **gone)
     world.archive.put(rows_of(1, 20))
     await world.make()
-    error = await refused(world, "E-REPLAY-LOSSY")
-    assert "kept 30 of 40 messages (gone_before_read 10)" in error.message
+    assert "kept 30 of 40 messages (gone_before_read 10)" in (await refused(world, "E-REPLAY-LOSSY")).message
     await world.run(to_sequence=20)  # the command that `segments verify` offers for late rows
     assert await world.sequences() == list(range(1, 21))
 
@@ -229,8 +224,7 @@ async def test_unread_rows_of_a_damaged_segment_and_a_lost_end_are_holes(world: 
     following = StreamDocument({"name": "NODES"}, "2026-11-21T10:00:00Z", {0: 50})
     world.archive.documents.create_stream(CHAIN.next_incarnation(), following)
     await world.make()
-    error = await refused(world, "E-REPLAY-HOLE", incarnation=0)
-    assert "no segment covers 11..20, 41..50" in error.message
+    assert "no segment covers 11..20, 41..50" in (await refused(world, "E-REPLAY-HOLE", incarnation=0)).message
     await world.run(ReplayOptions(skip_holes=True, allow_lossy=True), incarnation=0)
     assert await world.sequences() == [*range(1, 11), *range(21, 41)]
 
@@ -332,7 +326,6 @@ async def test_no_hint_stops_an_ingress_for_a_replay_that_is_refused_then(world:
         async with work.open_connection() as client:
             planned = await work.check(client, await work.preview(client))
     assert "stop" not in error.hint
-    assert planned is not None
     assert (planned.code, planned.message, planned.hint) == (error.code, error.message, error.hint)
 
 
@@ -342,14 +335,12 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
     await world.make()
     bucket = await KeyValue(world.client, world.centre.lease_bucket, ttl=2).ensure()
     lease = await Leases(bucket, "central/a/1/x", 2, SystemClock()).acquire(state_key("ingress", world.target))
-    assert lease is not None
     keeping = asyncio.create_task(lease.run_renewals())
     work = world.replay()
     async with work.open_connection() as client:
         planned = await work.check(client, await work.preview(client))
     error = await refused(world, "E-REPLAY-RUNS")
     keeping.cancel()
-    assert planned is not None
     assert (planned.code, planned.message, planned.hint) == (error.code, error.message, error.hint)
     assert "ingress by " in error.message
     assert f"us-east/NODES --target {world.target}" in error.hint
@@ -376,9 +367,7 @@ async def test_the_first_replay_or_drill_makes_buckets_as_ingress_or_egress_woul
     assert (await world.run()).finished
     await ScratchStreams(world.client, drilling.settings().ingress, "", SystemClock(), Progress()).remove_leftovers()
     for bucket in (world.centre.lease_bucket, world.centre.state_bucket, drilling.lease_bucket):
-        info = await stream_info(world.client, f"KV_{bucket}")
-        assert info is not None
-        assert info.config["num_replicas"] == 3
+        assert (await stream_info(world.client, f"KV_{bucket}")).config["num_replicas"] == 3
 
     await place(world.client, {"name": "SOURCE", "subjects": ["SOURCE.>"], "num_replicas": 3})
     two: dict[str, Any] = {"kv_replicas": 2}

@@ -106,7 +106,6 @@ async def purge(world: World, text: str) -> None:
 
 async def update(world: World, **config: Any) -> None:
     info = await stream_info(world.client, world.target)
-    assert info is not None
     await world.client.api(f"STREAM.UPDATE.{world.target}", {**info.config, **config})
 
 
@@ -193,7 +192,6 @@ async def state_spoiled(world: World) -> None:
     await half_way(world)
     bucket = KeyValue(world.client, world.centre.state_bucket, ttl=None, replicas=1)
     entry = await bucket.get(receipt_key(world.target))
-    assert entry is not None
     await bucket.update(receipt_key(world.target), b'{"version":99}', entry.revision)
     text = await stopped(world, "E-STATE-KV")
     dry = await replay(world, "--dry-run")

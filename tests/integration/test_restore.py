@@ -286,7 +286,6 @@ async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench
     settings = back.settings(bench, stream)
     leases = await open_leases(bench.client, settings.egress, new_owner("first"), SystemClock(), replicas=1)
     lease = await leases.acquire(state_key("restore", stream))
-    assert lease is not None
     keeping = asyncio.create_task(lease.run_renewals())
     guarded = {
         "name": stream,
@@ -299,7 +298,6 @@ async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench
     assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-RUNS", 75)
     assert "first on" in str(caught.value)
     info = await stream_info(bench.client, stream)
-    assert info is not None
     assert (info.created, info.restore_marker) == (created, "0123 first=1 end=2")
     keeping.cancel()
     await lease.release()
@@ -386,7 +384,6 @@ async def test_losses_of_an_older_server_are_named_and_not_promoted_unless_allow
             async with work.open_connection() as client:
                 reports.append(await work.run(client, Stop()))
                 info = await stream_info(client, stream)
-            assert info is not None
             assert bool(info.restore_marker) is not reports[-1].is_promoted
     assert [(report.exit_code, report.is_promoted) for report in reports] == [(3, False), (0, True)]
     not_kept = {text.split()[text.split().index("expected") + 1] for text in reports[1].not_kept}

@@ -529,7 +529,6 @@ def is_read(running: Running, stream: str) -> bool:
 
 async def archived(bench: Bench, chains: Sequence[Any], pen: Pen) -> bool:
     info = await stream_info(bench.client, pen.stream)
-    assert info is not None
     documents = [bench.chains.read_chain(chain) for chain in chains]
     firsts = [document.first for document in documents if document is not None]
     ends = [max((r.coverage.last for r in bench.store.list(chain)), default=0) for chain in chains]

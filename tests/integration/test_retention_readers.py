@@ -101,8 +101,7 @@ async def cut(world: World) -> World:
 async def test_a_replay_names_gone_rows_and_since_when(cut: World) -> None:
     since = "us-east/NODES/0000/0: retention deleted the sequences before 201 at 20"
     for asked in ({}, {"from_sequence": 150}, {"to_time": "2062-01-02T03:04:05Z"}):
-        notes = (await cut.preview(**asked)).notes
-        assert sum(note.startswith(since) for note in notes) == 1, asked
+        assert sum(note.startswith(since) for note in (await cut.preview(**asked)).notes) == 1, asked
     assert not any("retention" in note for note in (await cut.preview(from_sequence=201)).notes)
     with pytest.raises(FloeError) as caught:
         await cut.preview(to_sequence=150)

@@ -106,7 +106,6 @@ def test_a_put_is_listed_and_read_back_and_gone_once_deleted(objects: ObjectStor
     assert (store.footer(ref), store.tip(ref)) == (spooled.footer, Tip.of(ROWS[-1]))
     assert store.is_intact(ref)
     info = objects.head(ref.key)
-    assert info is not None
     assert (set(info.metadata), info.metadata["rows"]) == ({"format", "rows", "bytes", "sha256", "tip"}, "100")
     assert store.put(spooled) == ref, "again changes nothing"
     assert store.list(CHAIN) == [ref]

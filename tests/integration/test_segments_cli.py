@@ -273,7 +273,6 @@ def test_later_segments_are_followed_until_ctrl_c(archive: Archive) -> None:
     words = ["segments", "cat", "us-east/NODES", "-c", str(archive.config), "--follow", "--json"]
     pipe = subprocess.PIPE
     process = spawn([sys.executable, "-m", "floe", *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdout is not None
     for put, shown in (((1, 2), (1, 2)), ((3, 3), (3,)), ((4, 6), (5, 6))):
         if put[0] > 1:
             archive.put(rows(*shown), SequenceRange(*put))

@@ -51,9 +51,7 @@ async def narrow(limited: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
 
 
 async def max_bytes(client: FloeClient, bucket: str) -> int:
-    info = await stream_info(client, f"KV_{bucket}")
-    assert info is not None
-    return int(info.config["max_bytes"])
+    return int((await stream_info(client, f"KV_{bucket}")).config["max_bytes"])
 
 
 @pytest.mark.real
@@ -83,7 +81,6 @@ async def test_buckets_have_a_size_where_the_account_demands_one(narrow: Bench) 
 async def small_bucket(client: FloeClient, bucket: str, size: int) -> None:
     await KeyValue(client, bucket).ensure()
     info = await stream_info(client, f"KV_{bucket}")
-    assert info is not None
     await client.api(f"STREAM.UPDATE.KV_{bucket}", {**info.config, "max_bytes": size})
 
 

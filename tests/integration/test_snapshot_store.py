@@ -61,7 +61,6 @@ def test_a_snapshot_comes_back_as_it_was(site: SampledArchive, tmp_path: Path) -
     assert found.sampling_digest == site.sampling.digest
     assert facts(Sampler(site.sampling, found.state)) == facts(sampler)
     info = site.objects.head(written.key)
-    assert info is not None
     assert sampling_digest_of(info.metadata) == site.sampling.digest == site.snapshots().stored_digest(listed)
     assert sum(len(k) + len(v) for k, v in info.metadata.items()) < 1024
     # A file as well as bytes, and again: it is one object.

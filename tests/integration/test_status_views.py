@@ -112,8 +112,7 @@ async def test_the_archive_is_shown_without_nats(centre: Centre, archive: Archiv
     archive.put(rows_of(1, 40))
     archive.put(rows_of(41, 70))
     config = centre.write()
-    shown = await floe("status", "-c", str(config), "--json")
-    assert {row["view"] for row in shown.json()} == {"centre"}
+    assert {row["view"] for row in (await floe("status", "-c", str(config), "--json")).json()} == {"centre"}
 
     only = await floe("status", "-c", str(config), "--archive", "--json")
     [row] = only.json()
@@ -192,7 +191,6 @@ def test_watching_runs_until_it_is_interrupted(archive: Archive, centre: Centre)
         [*command, "--archive", "--json"], cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
         for _ in range(2):
             document = ""
             while not document.endswith("]\n"):

@@ -53,13 +53,10 @@ class Stream:
         return [await self._message(sequence) for sequence in range(first, self.last + 1)]
 
     async def _is_there(self) -> bool:
-        answer = await query(self.client, f"STREAM.INFO.{self.name}")
-        return int(answer["state"]["last_seq"]) >= self.last
+        return int((await query(self.client, f"STREAM.INFO.{self.name}"))["state"]["last_seq"]) >= self.last
 
     async def _message(self, sequence: int) -> bytes:
-        message = await get_message(self.client, self.name, sequence)
-        assert message is not None
-        return message.subject
+        return (await get_message(self.client, self.name, sequence)).subject
 
 
 def a_source(rng: random.Random, name: str) -> str:

@@ -81,9 +81,7 @@ async def test_a_matched_stream_that_becomes_a_queue_is_not_emptied_and_stops_af
         assert (status["code"], "expected retention limits by the pattern T*" in status["why"]) == ("E-RETENTION", True)
     async with bench.egress({"streams": "T*"}) as running:
         assert "found workqueue" in str(await running.stopped(stream))
-    info = await stream_info(bench.client, stream)
-    assert info is not None
-    assert info.messages == 2
+    assert (await stream_info(bench.client, stream)).messages == 2
     config = str(configuration(bench, {"streams": ["T*"]}))
     assert "E-RETENTION" in (await ran("egress", "resolve", "-c", config, stream, code=3)).out
     assert "expected a feed or a stream" in (await ran("egress", "resolve", "-c", config, "TYPO", code=2)).err

@@ -40,9 +40,7 @@ def payloads(bench: Bench, feed: str) -> list[bytes]:
 
 
 async def held(bench: Bench, stream: str) -> int:
-    info = await stream_info(bench.client, stream)
-    assert info is not None
-    return info.messages
+    return (await stream_info(bench.client, stream)).messages
 
 
 async def holds(bench: Bench, stream: str, number: int) -> bool:

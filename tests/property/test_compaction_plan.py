@@ -123,8 +123,7 @@ def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
         for n, s in enumerate(find_supersessions(segments))
         if n not in kept
     ]
-    index = index_of(table_of(segments), stones)
-    going = {s.key for each in index.deletable(NOW, 10) for s in each.superseded}
+    going = {s.key for each in index_of(table_of(segments), stones).deletable(NOW, 10) for s in each.superseded}
     left = [s for s in segments if s.key not in going]
     assert covered(left) == covered(segments)
     assert max((s.coverage.last for s in left), default=0) == max((s.coverage.last for s in segments), default=0)

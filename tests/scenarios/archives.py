@@ -410,7 +410,6 @@ def check_kept(world: RandomArchive, report: RunReport) -> None:
     buried = {key for key in world.damaged if world.archive.objects.head(key) is None}
     for key in buried:  # damaged after it was proved to be in others, and before it was deleted
         name = world.archive.layout.parse_segment(key)
-        assert name is not None
         above = [each for each in files(world, name.chain) if each.level > name.level]
         assert {*range(name.coverage.first, name.coverage.last + 1)} <= covered(above), key
         del world.damaged[key]

@@ -60,7 +60,6 @@ async def _read_up(client: FloeClient) -> int:
 
     async def is_read() -> int:
         info = await stream_info(client, TARGET)
-        assert info is not None
         return info.last_sequence if info.messages == 0 else 0
 
     return await soon(is_read, 40, 0.3)

@@ -36,10 +36,10 @@ def new(value: str, at: int = 0) -> Advisory:
     return Advisory(AdvisoryEvent.NEW, value, at, at)
 
 
-def news(count: int, values: int = 0) -> list[Advisory]:
-    """Return NEW advisories of so many values (0: all different), a millisecond apart."""
+def news(count: int) -> list[Advisory]:
+    """Return NEW advisories of so many values, a millisecond apart."""
     start = now_ns() - count * 1_000_000
-    return [new(f"node{n % (values or count)}.example.net", start + n * 1_000_000) for n in range(count)]
+    return [new(f"node{n}.example.net", start + n * 1_000_000) for n in range(count)]
 
 
 @dataclass
@@ -59,29 +59,14 @@ class World:
 
     @property
     def part(self) -> Partition:
-        feed = FeedSettings.model_validate(
-            {
-                "stream": self.feed,
-                "inspect_field": "sender",
-                "inspect_duration": self.inspect_duration,
-                "advisory": {"subject": self.template.replace("{prefix}", self.prefix), "reliable": self.reliable},
-            }
-        )
-        return Partition(SITE, feed)
+        advisory = {"subject": self.template.replace("{prefix}", self.prefix), "reliable": self.reliable}
+        sampled = {"inspect_field": "sender", "inspect_duration": self.inspect_duration, "advisory": advisory}
+        return Partition(SITE, FeedSettings.model_validate({"stream": self.feed, **sampled}))
 
     async def make_stream(self, **config: Any) -> None:
         """Create the stream. By default its duplicate window is too short to help."""
-        await place(
-            self.client,
-            {
-                "name": self.stream,
-                "subjects": [f"{self.prefix}.>"],
-                "storage": "memory",
-                "retention": "limits",
-                "duplicate_window": SECOND // 10,
-                **config,
-            },
-        )
+        made = {"name": self.stream, "subjects": [f"{self.prefix}.>"], "storage": "memory", "retention": "limits"}
+        await place(self.client, {**made, "duplicate_window": SECOND // 10, **config})
 
     async def delete_stream(self) -> None:
         await self.client.api(f"STREAM.DELETE.{self.stream}")

@@ -104,8 +104,7 @@ def run_here(*arguments: str) -> Done:
 
 def command_of(hint: str, wanted: str = "", name: str = "egress (?:resolve|repartition)") -> list[str]:
     """Return the arguments of the first `floe` command of that name in a hint, among those with `wanted` in them."""
-    commands = re.findall(rf"floe ({name} [^|;,()\n]*)", hint)
-    return shlex.split(next(each for each in commands if wanted in each))
+    return shlex.split(next(each for each in re.findall(rf"floe ({name} [^|;,()\n]*)", hint) if wanted in each))
 
 
 async def paste_checkpoint(config: Path, hint: str, wanted: str = "", *more: str) -> Done:

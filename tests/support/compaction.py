@@ -88,23 +88,10 @@ class Archive:
         counts = ledger if ledger is not None else ({Reason.DELETED: missing} if missing else {})
         writer = SegmentWriter(self.store.new_spool(), level=level, compression_level=1)
         writer.append(batch)
-        spooled = writer.finish(
-            Footer(
-                **{
-                    "chain": chain,
-                    "level": level,
-                    "coverage": SequenceRange(first, last),
-                    "rows": batch.num_rows,
-                    "ledger": Ledger(dict(counts)),
-                    "raw_bytes": 0,
-                    "first_timestamp_ns": None,
-                    "last_timestamp_ns": None,
-                    "tip": Tip(last, last, "0" * 32),
-                    "writer": "test",
-                    **footer,
-                }
-            )
-        )
+        fields = {"chain": chain, "level": level, "coverage": SequenceRange(first, last), "rows": batch.num_rows}
+        fields |= {"ledger": Ledger(dict(counts)), "raw_bytes": 0, "first_timestamp_ns": None, "writer": "test"}
+        fields |= {"last_timestamp_ns": None, "tip": Tip(last, last, "0" * 32), **footer}
+        spooled = writer.finish(Footer(**fields))
         ref = self.store.put(spooled)
         spooled.path.unlink()
         self.age(ref.key, age)

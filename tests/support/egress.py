@@ -94,20 +94,10 @@ class Bench:
 
     def document(self, *feeds: dict[str, Any], **egress: Any) -> dict[str, Any]:
         """Return a configuration with these feeds, as a file has it."""
-        return {
-            "site": SITE,
-            "nats": {"url": self.url},
-            "store": self.store_config,
-            "spool_dir": str(self.root / "spool"),
-            "egress": {
-                "feeds": list(feeds),
-                "lease_bucket": self.lease_bucket,
-                "state_bucket": self.state_bucket,
-                "lease_ttl": "2s",
-                "shutdown_timeout": "10s",
-                **egress,
-            },
-        }
+        own = {"feeds": [*feeds], "lease_bucket": self.lease_bucket, "state_bucket": self.state_bucket}
+        egress = {**own, "lease_ttl": "2s", "shutdown_timeout": "10s", **egress}
+        store = {"store": self.store_config, "spool_dir": str(self.root / "spool")}
+        return {"site": SITE, "nats": {"url": self.url}, **store, "egress": egress}
 
     def settings(self, *feeds: dict[str, Any], **egress: Any) -> Settings:
         """Return settings with these feeds. Segments close sooner than users may configure."""

@@ -185,19 +185,10 @@ class Centre:
 
     def document(self, **ingress: Any) -> dict[str, Any]:
         """Return the configuration; `ingress` overrides keys of that section."""
-        return {
-            "nats": {"url": self.urls},
-            "store": {"url": f"file://{self.archive.folder}", "prefix": PREFIX},
-            "ingress": {
-                "monitor": {"listen": ""},
-                "lease_ttl": "2s",
-                "lease_bucket": self.lease_bucket,
-                "state_bucket": self.state_bucket,
-                "poll_interval": "1s",
-                "targets": [self.target_settings],
-                **ingress,
-            },
-        }
+        own = {"lease_bucket": self.lease_bucket, "state_bucket": self.state_bucket, "targets": [self.target_settings]}
+        ingress = {"monitor": {"listen": ""}, "lease_ttl": "2s", "poll_interval": "1s", **own, **ingress}
+        store = {"url": f"file://{self.archive.folder}", "prefix": PREFIX}
+        return {"nats": {"url": self.urls}, "store": store, "ingress": ingress}
 
     def write(self, **ingress: Any) -> Path:
         """Write the configuration to a file; return its path."""
@@ -356,13 +347,8 @@ async def service(centre: Centre, **ingress: Any) -> AsyncIterator[Health]:
 async def stop_of(centre: Centre, health: Health) -> dict[str, Any]:
     """Return the entry of the target in /status once it waits for an operator: why, hint and code."""
 
-    def found() -> dict[str, Any] | None:
-        status = centre.status(health)
-        return status if status.get("state") == "stopped" else None
-
-    status = await soon(found)
-    assert status is not None
-    return status
+    await soon(lambda: centre.status(health).get("state") == "stopped")
+    return centre.status(health)
 
 
 def sequences(messages: Sequence[Arrived]) -> list[int]:

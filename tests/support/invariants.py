@@ -29,5 +29,4 @@ def first_difference(
     expected: Iterable[Message], found: Iterable[Message]
 ) -> tuple[Message | None, Message | None] | None:
     """Return the first pair that differs, with None for a missing message; None if all are equal."""
-    pairs = zip_longest(expected, found)
-    return next(((one, other) for one, other in pairs if one != other), None)
+    return next(((one, other) for one, other in zip_longest(expected, found) if one != other), None)

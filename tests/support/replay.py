@@ -57,8 +57,7 @@ class World:
             return await work.preview(client)
 
     async def held(self) -> list[tuple[str, int]]:
-        found = await arrived(self.client, self.target)
-        return [(str(each.chain), each.message.sequence) for each in found]
+        return [(str(each.chain), each.message.sequence) for each in await arrived(self.client, self.target)]
 
     async def sequences(self) -> list[int]:
         return [sequence for _, sequence in await self.held()]

@@ -51,13 +51,7 @@ PARTITIONED = f"""{HEAD}streams:
     filter_subject: NODES.US-EAST-1.1.>
 """
 
-REGISTRATION = """\
-name: US-EAST
-monitor_port: 9100
-loglevel: info
-state_store: /var/lib/stream-replicator
-logfile: /var/log/stream-replicator.log
-streams:
+REGISTRATION = f"""{HEAD.replace("8080", "9100")}streams:
   - stream: CHORIA_REGISTRATION
     source_url: nats://choria.us-east.example.net:4222
     target_url: nats://nats.central.example.net:4222
@@ -110,21 +104,6 @@ heartbeats:
 """
 )
 
-PACKAGED = """\
-name: STREAM_REPLICATOR
-state_store: /var/lib/stream-replicator
-logfile: /var/log/stream-replicator.log
-loglevel: info
-monitor_port: 9100
-
-streams:
-  - stream: TEST
-    target_stream: TEST_COPY
-    target_subject_prefix: COPY
-    source_url: nats://localhost:4222
-    target_url: nats://localhost:4222
-"""
-
 LOGINS = """\
 name: US-EAST
 tls: {ca: /path/to/ca.pem, cert: /path/to/cert.pem, key: /path/to/key.pem}
@@ -148,7 +127,6 @@ DOCUMENTED = {
     "partitioned": PARTITIONED,
     "registration": REGISTRATION,
     "heartbeats": HEARTBEATS,
-    "packaged": PACKAGED,
     "logins": LOGINS,
 }
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import google_crc32c
+
 from common.archive.segment import Message
-from common.clock import format_time
 from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from common.nats.pull import for_each_message
@@ -17,28 +18,6 @@ from common.nats.requests import api_answer
 from ingress.recovery.highwayhash import hash_of
 from ingress.recovery.stream_archive import ArchiveState
 from tests.support.basics import PATIENCE
-
-_POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
-
-
-def _table() -> list[int]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-        table.append(value)
-    return table
-
-
-_TABLE = _table()
-
-
-def crc32c(data: bytes) -> int:
-    """Compute it byte by byte, so for short data."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
 
 
 def unframed(stream: bytes, *, checked: bool = True) -> bytes:
@@ -53,7 +32,7 @@ def unframed(stream: bytes, *, checked: bool = True) -> bytes:
         if kind == 1:
             assert size - 4 <= 4 << 20, f"a frame of {size} bytes"
             if checked:
-                crc = crc32c(body[4:])
+                crc = google_crc32c.value(body[4:])
                 masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
                 assert int.from_bytes(body[:4], "little") == masked
             found.append(body[4:])
@@ -136,16 +115,8 @@ async def send_archive(
     client: FloeClient, stream: str, config: dict[str, Any], state: ArchiveState, pieces: Iterable[bytes]
 ) -> dict[str, Any]:
     """Restore `stream` from an archive, one message after another; return the server's last answer. Raises ApiError."""
-    state_json = {
-        "messages": state.messages,
-        "bytes": state.bytes,
-        "first_seq": state.first_sequence,
-        "first_ts": format_time(state.first_timestamp_ns),
-        "last_seq": state.last_sequence,
-        "last_ts": format_time(state.last_timestamp_ns),
-        "consumer_count": 0,
-    }
-    answer = await client.api(f"STREAM.RESTORE.{stream}", {"config": config, "state": state_json}, timeout=PATIENCE)
+    asked = {"config": config, "state": state.to_json(0)}
+    answer = await client.api(f"STREAM.RESTORE.{stream}", asked, timeout=PATIENCE)
     subject = answer["deliver_subject"].encode()
     archive = b"".join(pieces)
     for start in range(0, len(archive), CHUNK):

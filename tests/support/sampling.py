@@ -49,13 +49,8 @@ def sent(sequence: int, node: str, seconds: float, size: int = 5) -> Message:
 
 def columns_of(messages: Sequence[Message]) -> Columns:
     """Return messages in the form that a sampler takes."""
-    return Columns(
-        [m.sequence for m in messages],
-        [m.timestamp_ns for m in messages],
-        [m.subject for m in messages],
-        [m.headers for m in messages],
-        [m.payload for m in messages],
-    )
+    rows = [(m.sequence, m.timestamp_ns, m.subject, m.headers, m.payload) for m in messages]
+    return Columns(*([row[place] for row in rows] for place in range(5)))
 
 
 def fold(sampler: Sampler, messages: Sequence[Message]) -> list[Message]:

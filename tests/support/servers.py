@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -193,32 +192,18 @@ class SqsServer:
 
 def notification(bucket: str, key: str, size: int = 1) -> dict[str, Any]:
     """Return MinIO's document for an object that was put; the key in it is form-encoded."""
-    name = "s3:ObjectCreated:Put"
-    return {
-        "EventName": name,
-        "Key": f"{bucket}/{key}",
-        "Records": [
-            {
-                "eventVersion": "2.0",
-                "eventSource": "minio:s3",
-                "awsRegion": "",
-                "eventName": name,
-                "s3": {
-                    "s3SchemaVersion": "1.0",
-                    "configurationId": "Config",
-                    "bucket": {"name": bucket, "arn": f"arn:aws:s3:::{bucket}"},
-                    "object": {"key": quote_plus(key), "size": size, "sequencer": "15CFEDF8D5304D1A"},
-                },
-            }
-        ],
-    }
+    stored = {"key": quote_plus(key), "size": size, "sequencer": "15CFEDF8D5304D1A"}
+    owned = {"name": bucket, "arn": f"arn:aws:s3:::{bucket}"}
+    s3 = {"s3SchemaVersion": "1.0", "configurationId": "Config", "bucket": owned, "object": stored}
+    head = {"eventVersion": "2.0", "eventSource": "minio:s3", "awsRegion": "", "eventName": "s3:ObjectCreated:Put"}
+    return {"EventName": head["eventName"], "Key": f"{bucket}/{key}", "Records": [{**head, "s3": s3}]}
 
 
 class Notifying:
     """An S3 server at `url`: the one at `upstream`, with a notification on `subject` after each put."""
 
     def __init__(self, upstream: str, nats_url: str, subject: str) -> None:
-        self._proxy, self._publisher = FaultProxy(upstream), _Publisher(nats_url, subject)
+        self._proxy, self._nats_url, self._subject = FaultProxy(upstream), nats_url, subject
         self._proxy.on("put", self._put)
 
     def __enter__(self) -> Notifying:
@@ -227,7 +212,6 @@ class Notifying:
 
     def __exit__(self, *_: object) -> None:
         self._proxy.__exit__()
-        self._publisher.close()
 
     @property
     def url(self) -> str:
@@ -237,34 +221,15 @@ class Notifying:
         answer = exchange.forward()
         if answer.status == 200:
             bucket = exchange.target.lstrip("/").partition("/")[0]
-            self._publisher.publish(json.dumps(notification(bucket, exchange.key, len(exchange.body))).encode())
+            document = notification(bucket, exchange.key, len(exchange.body))
+            _publish(self._nats_url, self._subject, json.dumps(document).encode())
         return answer
 
 
-class _Publisher:
-    """A minimal NATS client: publishes from any thread, answers pings."""
-
-    def __init__(self, url: str, subject: str) -> None:
-        address = urlsplit(url)
-        self._subject, self._lock = subject.encode(), threading.Lock()
-        self._socket = socket.create_connection((address.hostname, address.port))
-        self._socket.sendall(b'CONNECT {"verbose":false,"pedantic":false,"lang":"test","version":"0"}\r\n')
-        self._reader = threading.Thread(target=self._answer, daemon=True)
-        self._reader.start()
-
-    def publish(self, payload: bytes) -> None:
-        with self._lock:
-            self._socket.sendall(b"PUB %b %d\r\n%b\r\n" % (self._subject, len(payload), payload))
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._reader.join()
-        self._socket.close()
-
-    def _answer(self) -> None:
-        with suppress(OSError):
-            while received := self._socket.recv(65536):
-                if b"PING" in received:
-                    with self._lock:
-                        self._socket.sendall(b"PONG\r\n")
+def _publish(url: str, subject: str, payload: bytes) -> None:
+    """Publish one message on a connection of its own, and wait until the server has it."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), PATIENCE) as link, link.makefile("rb") as lines:
+        link.sendall(b'CONNECT {"verbose":false}\r\nPUB %b %d\r\n' % (subject.encode(), len(payload)))
+        link.sendall(payload + b"\r\nPING\r\n")
+        assert any(line.startswith(b"PONG") for line in lines)

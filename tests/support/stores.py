@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from common.clock import Clock
 from common.errors import UnexpectedError
 from common.nats.client import FloeClient
 from common.objects.local import LocalObjects
-from common.objects.port import Body, ConditionalPutRefused, ObjectInfo, ObjectStore
+from common.objects.port import ConditionalPutRefused, ObjectInfo, ObjectStore
 from common.tasks import unexpected
 from tests.support.basics import PATIENCE, counted
 
@@ -103,19 +104,13 @@ class DatedObjects:
         self._objects, self._clock = objects, clock
         self._stored: dict[str, float] = {}
 
-    def put(self, key: str, body: Body, **more: Any) -> None:
-        self._objects.put(key, body, **more)
-        self._stored[key] = self._clock.now()
-
-    def put_if_absent(self, key: str, body: Body, **more: Any) -> bool:
-        if done := self._objects.put_if_absent(key, body, **more):
+    def _put(self, verb: str, key: str, *of: Any, **more: Any) -> Any:
+        if (done := getattr(self._objects, verb)(key, *of, **more)) is not False:
             self._stored[key] = self._clock.now()
         return done
 
-    def put_if_match(self, key: str, body: Body, etag: str) -> bool:
-        if done := self._objects.put_if_match(key, body, etag):
-            self._stored[key] = self._clock.now()
-        return done
+    put, put_if_absent = partialmethod(_put, "put"), partialmethod(_put, "put_if_absent")
+    put_if_match = partialmethod(_put, "put_if_match")
 
     def delete(self, key: str) -> None:
         self._objects.delete(key)

@@ -120,7 +120,6 @@ def test_a_moment_long_ago_is_found_by_few_reads(tmp_path: Path) -> None:
         clock.advance(300)
         captures.put(CHAIN, config(7, ts=format_time(int(clock.now()) * NS_PER_S)))
     found = captures.config(CHAIN, 7, (BEGIN + 300 * 40 + 299) * NS_PER_S)
-    assert found is not None
     assert found.moment_ns == (BEGIN + 300 * 40) * NS_PER_S
     assert objects.read <= 10 * len(to_json(found))
 

@@ -399,8 +399,7 @@ def test_problems_of_the_form_before_0_5_are_where_they_are_in_the_file() -> Non
     wrong = TOPICS.replace("    topic: acme.cmdb\n", "").replace("age: 1h", "age: soon").replace("t:4222", "t:x")
     found = {line.partition(": expected")[0].partition(": ")[2] for line in problems(wrong)}
     assert found == {"topics.cmdb.topic", "topics.cmdb.age", "topics.cmdb.target_url"}
-    both = {"topics": {}, "streams": []}
-    assert "unknown key" in problems(json.dumps(both))[0]
+    assert "unknown key" in problems(json.dumps({"topics": {}, "streams": []}))[0]
     found = {line.partition(": ")[2] for text in ("topics:\n", "topics: {}\n") for line in problems(text)}
     assert found == {"topics: expected at least one topic, found none"}
 

@@ -34,8 +34,7 @@ def covered(*ranges: tuple[int, int]) -> CoverageSet:
 
 
 def taken(refs: list[Any], accounted: CoverageSet, *, finest: bool) -> list[str]:
-    found = uncovered(refs, accounted, finest=finest)
-    return [f"{stretch.segment.level}:{stretch.rows}" for stretch in found]
+    return [f"{stretch.segment.level}:{stretch.rows}" for stretch in uncovered(refs, accounted, finest=finest)]
 
 
 def test_what_is_new_is_taken_once_and_from_the_lowest_level_where_that_is_wanted():

@@ -89,8 +89,7 @@ def test_windows_hold_each_segment_once_and_no_two_overlap(segments: list[Segmen
 def test_a_window_is_no_larger_than_it_must_be(count: int, size: int) -> None:
     apart = [ref(n * 10 + 1, n * 10 + 10) for n in range(count)]
     assert all(len(window) <= size for window in windows(table_of(apart), size))
-    across = [ref(1, 1000, 1)]
-    assert [len(window) for window in windows(table_of(apart + across), size)] == [count + 1]
+    assert [len(window) for window in windows(table_of([*apart, ref(1, 1000, 1)]), size)] == [count + 1]
 
 
 def test_what_was_taken_in_any_order_and_of_many_levels_can_be_gone_through() -> None:
