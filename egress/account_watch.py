@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 DELETION_PREFIX = "$JS.EVENT.ADVISORY.STREAM.DELETED."  # the name of the stream follows
-MAX_DELETED = 100  # streams that are remembered
+MAX_DELETED = 1000  # streams that are remembered, so that all processes end their feeds of many at once
 
 
 class DeletedStream(msgspec.Struct, frozen=True):
@@ -156,7 +156,8 @@ class AccountWatch:
         ended = {name: each for name, each in ended.items() if name not in listed}
         if ended:
             found = await self._change(lambda now: now.with_deleted(ended)) or found
-        for name in matched.keys() & found.deleted.keys() - listed:
+        # Of many at once the document keeps the newest; the feeds of all of them end.
+        for name in matched.keys() & (found.deleted.keys() | ended.keys()) - listed:
             self._feeds.remove(name)
             self._known_ends.pop(name, None)
         for name, each in ended.items():

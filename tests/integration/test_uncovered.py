@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from common.nats.api import stream_info
+from egress import account_watch
 from egress.account import all_feeds
 from egress.status import site_view
 from tests.support.basics import metric_value, soon, unique
@@ -112,6 +113,20 @@ async def test_a_stream_that_was_deleted_on_purpose_is_named_with_what_was_not_a
             await soon(lambda: account(each)["deleted"] == [])  # noqa: B023
     assert [m.payload for m in bench.messages(stream, 1)] == [b"again"] * 2
     await bench.same(other, other)
+
+
+@pytest.mark.simulated
+async def test_the_feeds_of_many_deleted_streams_end_at_once_and_each_is_named_once(bench: Bench, monkeypatch, caplog):
+    monkeypatch.setattr(account_watch, "MAX_DELETED", 1)
+    streams = [await bench.filled([b"x"]) for _ in range(8)]
+    async with bench.egress({"streams": "T*"}) as running:
+        await soon(lambda: all(running.state(each) == "reading" for each in streams))
+        for each in streams:
+            await bench.delete_stream(each)
+        await soon(lambda: account(running)["matched"] == 0, 600)
+        assert (account(running)["deleted_streams"], *map(running.status, streams)) == (1, *[{}] * 8)
+    named = [each.msg["feed"] for each in caplog.records if "stream_deleted" in str(each.msg)]  # type: ignore[index]
+    assert sorted(named) == sorted(streams)
 
 
 @pytest.mark.simulated
