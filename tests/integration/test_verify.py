@@ -214,6 +214,16 @@ def test_a_nightly_run_reads_new_segments(site: Site):
     assert len(site.read) == len(site.archive.listed()), "without the option all is read, and nothing signed off"
 
 
+def test_segments_that_can_be_compared_only_without_another_are_read_again_until_it_is_gone(site: Site):
+    site.archive.put(41, 50, rows(range(41, 47)))
+    late = site.archive.put(47, 48)
+    site.archive.put(41, 50, rows(range(41, 49)), level=1)
+    assert (kinds(site.verify()), kinds(site.verify())) == ([], [])
+    assert sorted(site.read) == ["0:41..50", "0:47..48", "1:41..50"]
+    site.archive.objects.delete(late.key)
+    assert kinds(site.verify()) == kinds(site.verify(since_last=False)) == [("rows", "41..50")]
+
+
 def test_a_difference_is_reported_until_it_is_over_and_other_segments_are_not_read_again(site: Site):
     refs = site.archive.listed()
     good = site.archive.path(refs[1].key).read_bytes()
