@@ -15,12 +15,12 @@ PRODUCT = (*COUNTED, "infra", "bench")
 MOST_FILES = 255
 # Lines of code by folder. A number rises only where another falls by as much in the same commit. Ten thousand chains in
 # one centre were granted 800 lines: 682 of them are in the first four folders, 115 in `bench`, which had room to 1,400.
-# Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,744 with 40 of `bench`, 15 files.
+# Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,745 with 40 of `bench`, 15 files.
 # infra has 3,500; tests have 45,000, tests/sim included.
 MOST_LINES = {
     "common": 15_193,
     "egress": 9_867,
-    "ingress": 13_492,
+    "ingress": 13_493,
     "compaction": 4_772,
     "floe.py": 165,
     "pyspark_floe.py": 22,
