@@ -168,7 +168,7 @@ async def compare(
     Names what is missing in the stream, altered, or not archived. Rows that limits, deletion or acknowledgement took
     away are counted apart; of a target also those that ingress parked, skipped, or has not delivered yet. --since-last
     also continues a comparison that was stopped. Exit 3 if there are differences, 75 if it was stopped before its end.
-    With --all, what cannot be compared is named, and the others are compared.
+    With --all, work queues and streams that do not exist are named, and the others are compared.
 
     \b
     Examples:
@@ -220,7 +220,8 @@ async def compare(
                 except FloeError as error:
                     if not is_all:
                         raise
-                    codes.append(report_error(error))
+                    code = report_error(error)
+                    codes.append(0 if error.code in ("E-COMPARE-QUEUE", "E-SOURCE-GONE") else code)
     progress.end_line()
     if textfile:
         show_metrics(reports, kind, clock.now())

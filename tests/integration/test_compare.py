@@ -178,7 +178,7 @@ async def test_all_feeds_of_a_site_leave_metrics_and_name_those_that_cannot_be_c
     assert f"{series} 0.0" in metrics.read_text()
     await bench.recreate(stream, [b"other"] * 4)
     queue = await bench.begun([b"x"], retention="workqueue")
-    done = await ran(*words, code=1)
+    done = await ran(*words, code=3)
     assert ("E-COMPARE-QUEUE" in done.err, f"{SITE}/{stream}/0000/0: NOT as archived" in done.out) == (True, True), (
         queue
     )
