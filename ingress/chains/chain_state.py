@@ -358,10 +358,8 @@ class ChainRegistry:
     def preparer(self, chain: Chain) -> Preparer:
         """Return a preparer for the chain's rows. Raises ConfigError for a chain that is not in `sources`."""
         pair = chain.site, chain.feed
-        if (source := self._sources.get(pair)) is None:  # an open intent is read before discovery
-            numbers = self._settings.matched_feeds([pair]).get(pair, [])
-            source = self._settings.sources[numbers[0]] if len(numbers) == 1 else None
-        if source is None:
+        # An open intent is read before discovery lets patterns take its feeds.
+        if (source := self._sources.get(pair) or self._settings.source_of(*pair)) is None:
             text = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
             act = "the open intent holds rows of it: list it until that is closed; or drop the rest of the intent"
             raise ConfigError(text, hint=choices((act, checkpoint_command(self.target, "--accept"))), code="E-SOURCES")
