@@ -171,7 +171,7 @@ class TargetComparison(LivingComparison):
         first, after, behind = info.first_sequence, arrivals.after, arrivals.behind
         if not info.messages:
             first = info.last_sequence + 1
-        elif parse_time(info.first_timestamp) < self._begin:  # what was removed before it is older than these rows
+        elif parse_time(info.first_timestamp) < self._begin:  # messages removed before it are older than these rows
             after = max(after, first - 1)
         gone = max(0, min(behind, first) - 1 - after) + sum(after < each < behind for each in deleted)
         missing = rest[gone:].tolist()

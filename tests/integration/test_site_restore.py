@@ -95,7 +95,7 @@ async def test_a_site_that_lost_its_server_comes_back_by_one_command(alone: tupl
         each: "restored" if state == "planned" else state for each, state in states.items()
     }
     assert {each: await back.contents(bench, each) for each in before} == before
-    again = await ran(*words[:-1], code=3)  # what is there needs no permission
+    again = await ran(*words[:-1], code=3)  # a stream that is back needs no permission
     assert f"site {SITE}: 1 skipped, 4 there" in again.out
     assert "the feed is sampled" in again.out
 
