@@ -20,7 +20,7 @@ with suppress(Exception):  # no PySpark, or a version without data sources: noth
     from pyspark.sql.datasource import DataSource
 
     class DefaultSource(DataSource):
-        """Data source of Floe's archive. Options: `docs/archive.md`."""
+        """Data source of Floe's archive. Options: `docs/guides/query.md`."""
 
         @classmethod
         def name(cls) -> str:

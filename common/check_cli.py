@@ -1,4 +1,4 @@
-"""`floe check`: one line and an exit code of 0, 1, 2 or 3, for Nagios and similar tools; see docs/monitoring.md."""
+"""`floe check`: one line and an exit code of 0 to 3, for Nagios and similar tools; see docs/guides/monitoring.md."""
 
 from __future__ import annotations
 

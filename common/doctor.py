@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 ROLES = ("egress", "ingress", "compaction")
 
-#: Every check, by part, in the order in which they are shown; `docs/doctor.md` has a row for each.
+#: Every check, by part, in the order in which they are shown; `docs/reference/doctor.md` has a row for each.
 CHECKS: Mapping[str, tuple[str, ...]] = {
     "store": (
         "connection", "list", "write", "read", "delete", "checksum", "conditional put", "concurrent put",

@@ -72,7 +72,7 @@ def doctor(probes: RoleProbes, roles: tuple[str, ...], config: str, as_json: boo
 
     Without --role, for the roles of the file: egress if it has feeds, ingress if it has targets, else
     compaction. The archive is not changed. Exit 0: no problems, perhaps warnings; 1: a server or the store
-    did not answer; 3: a problem was found. docs/doctor.md lists every check.
+    did not answer; 3: a problem was found. docs/reference/doctor.md lists every check.
 
     \b
     Example: floe doctor -c site.yaml

@@ -1,4 +1,4 @@
-"""Error classes, one for each action of the operator (`docs/operations.md` lists the codes).
+"""Error classes, one for each action of the operator (`docs/reference/errors.md` lists the codes).
 
 FloeError
 ├── ConfigError          78  correct the configuration

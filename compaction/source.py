@@ -111,7 +111,7 @@ def register(spark: SparkSession) -> None:
 
 
 class FloeDataSource(DataSource):
-    """Data source of Floe's archive. Options: `docs/archive.md`."""
+    """Data source of Floe's archive. Options: `docs/guides/query.md`."""
 
     @classmethod
     def name(cls) -> str:

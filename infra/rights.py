@@ -1,4 +1,4 @@
-"""The rights of each role in NATS and on the bucket: one table, from which `infra/rights/` and the docs are generated.
+"""The rights of each role in NATS and on the bucket: one table, from which `infra/rights/` and the docs are made.
 
 `python -m infra.rights FOLDER [NAME=VALUE …]` writes the files with names other than those of the committed ones:
 `python -m infra.rights rights site=eu-west stream=NODE_DATA bucket=archive`. The names are the fields of `RightsNames`.
@@ -150,7 +150,7 @@ EGRESS = RoleRights(
     (*SITE_KEYS, *TOMBSTONE_RUN_KEYS),
     note="; `status` of its site",
 )
-DELETIONS = SubjectRights(("$JS.EVENT.ADVISORY.STREAM.DELETED.>",), "to tell a deleted stream from a lost one", True)
+DELETIONS = SubjectRights(("$JS.EVENT.ADVISORY.STREAM.DELETED.>",), "to distinguish deleted and lost streams", True)
 ACCOUNT_SUBJECTS = (SubjectRights(("{api}.STREAM.NAMES",)), *_egress_subjects("*", "$JS.ACK.>"), DELETIONS)
 
 ROLES = (
@@ -271,8 +271,7 @@ ROLES = (
 #: Commands without a role, by reason.
 COMMANDS_WITHOUT_ROLE = {
     "it has the rights of the role that it examines": ("doctor", "config check"),
-    "docs/reports.md names its rights, which depend on where it writes": ("report",),
-    "docs/advisories.md names its rights, on the stream of advisories alone": ("advisories",),
+    "its rights are in the table of single commands": ("report", "advisories"),
     "it makes what it needs": ("demo", "emulate"),
     "it connects to nothing": ("config import-stream-replicator", "site add", "version", "completion"),
 }
@@ -333,44 +332,6 @@ def site_files(settings: Settings, site: str, streams: Sequence[str]) -> dict[st
     if scheme == "s3":
         files["s3-egress.json"] = json.dumps(s3_policy(EGRESS, names[0]), indent=2) + "\n"
     return files
-
-
-_ANY = "*"
-BEGIN, END = "<!-- rights: begin -->", "<!-- rights: end -->"
-
-
-def _cell(rules: Iterator[SubjectRights]) -> str:
-    return "; ".join(
-        (f"{rule.condition}: " if rule.condition else "") + _format_subjects(rule.subjects) for rule in rules
-    )
-
-
-def _format_subjects(subjects: tuple[str, ...]) -> str:
-    named = {STATE: "the bucket `{state_bucket}`", LEASES: "the bucket `{lease_bucket}`"}
-    return named.get(subjects) or ", ".join(f"`{subject}`" for subject in subjects)
-
-
-def update_page(page: str) -> str:
-    """Return `page` with the tables between its two marks brought up to date."""
-    nats = ["| role | publish | subscribe |", "|---|---|---|"]
-    s3 = ["| role | actions | bucket |", "|---|---|---|"]
-    for role in ROLES:
-        if role.nats:
-            publish, subscribe = (
-                _cell(r for r in role.nats if r.is_subscribe is is_subscribe) for is_subscribe in (False, True)
-            )
-            nats.append(f"| {role.name} | {publish} | {subscribe} |")
-        if not role.s3:
-            continue
-        keys = [(("s3:ListBucket",), role.list_prefixes), *((rule.actions, rule.keys) for rule in role.s3)]
-        text = "; ".join(
-            f"{', '.join(a.removeprefix('s3:') for a in actions)} on {', '.join(f'`{key or _ANY}`' for key in which)}"
-            for actions, which in keys
-        )
-        s3.append(f"| {role.name} | {role.command_list} | {text} |")
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n" + "\n".join([*s3, "", *nats, ""]) + f"\n{END}{tail}"
 
 
 def main(words: list[str]) -> None:

@@ -125,7 +125,7 @@ def _centre_file(top: FileKeys, centre: plan.PlannedCentre, number: int, source:
     created = _subjects_to_create(centre)
     targets = [_target(target, created.get(target.stream, []), notes) for target in centre.targets]
     nats = centre.connection.entry("target", centre.targets[0].sources[0][2].given)
-    new = "new and empty streams that only Floe writes to; docs/migration.md describes the change-over"
+    new = "new and empty streams that only Floe writes to; docs/guides/migrate.md describes the change-over"
     ingress = Entries([YamlEntry("targets", targets, notes=[new])])
     entries = Entries([nats, _store(), *_log(top, []), YamlEntry("ingress", ingress)])
     return _file("central.yaml" if number == 1 else f"central-{number}.yaml", "", entries, notes, source)

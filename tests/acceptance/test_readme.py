@@ -1,4 +1,4 @@
-"""The commands of README and quick start, pasted in order into an empty home: each of them works."""
+"""The commands of quick start and first deployment, pasted into an empty home: each shows the output of the page."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,20 +19,23 @@ from tests.support.basics import PATIENCE, eventually
 pytestmark = [pytest.mark.servers, pytest.mark.soak]
 
 ROOT = Path(__file__).parents[2]
-FENCE = re.compile(r"^( *)```(sh|yaml)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(sh|yaml|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CLONE = re.compile(r"^git clone <this repository> (\S+)$", re.MULTILINE)
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-MADE_ELSEWHERE = ("make demo", "make test")
 # An installation takes minutes if packages come from a distant registry.
 STEP_SECONDS = 5 * PATIENCE
 
 
-def steps(page: Path) -> Iterator[tuple[str, str]]:
-    """Each fenced block to paste: `sh` or `yaml`, and its text without the indentation of its list."""
-    for indent, kind, text in FENCE.findall(page.read_text()):
-        lines = [line.removeprefix(indent) for line in text.splitlines()]
-        if not lines[0].startswith(MADE_ELSEWHERE):
-            yield kind, "\n".join(lines) + "\n"
+def masked(line: str) -> str:
+    """Return a line with 0 for each number, and one space between words."""
+    return re.sub(r"\d+([,.]\d+)*", "0", " ".join(line.split()))
+
+
+def missing(page: str, output: str) -> list[str]:
+    """Return the lines of a page that the output lacks, with numbers masked. `…` in the page is any text."""
+    lines = "\n".join(map(masked, output.splitlines()))
+    patterns = {line: ".*".join(map(re.escape, masked(line).split("…"))) for line in page.splitlines() if line}
+    return [line for line, pattern in patterns.items() if not re.search(f"^{pattern}$", lines, re.MULTILINE)]
 
 
 class Reader:
@@ -116,26 +119,30 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def read(page: Path, reader: Reader, looks: Mapping[str, str]) -> None:
-    """Paste the whole page. `looks`: by command, the pattern that the last command of a block must show. The page waits
-    too briefly for a busy machine: such a command is pasted again until it shows the pattern.
+def read(page: Path, reader: Reader, looks: list[tuple[str, str]]) -> None:
+    """Paste the whole page, and compare the output of each block with the one that the page shows. `looks`: commands at
+    the ends of blocks, in order, with the pattern that each must show. The page waits too briefly for a busy machine:
+    such a command is pasted again until it shows the pattern.
     """
-    left = dict(looks)
+    shown, left = [""], [*looks]
     try:
-        for kind, text in steps(page):
+        for kind, text in FENCE.findall(page.read_text()):
             if kind == "yaml":
                 reader.save(text)
-                continue
-            shown = reader.paste(text)
-            last = text.splitlines()[-1].partition("#")[0].strip()
-            if pattern := left.pop(last, ""):
-                eventually(lambda: re.search(pattern, shown) or re.search(pattern, reader.paste(last)), every=1)  # noqa: B023
+            elif kind == "text":
+                assert missing(text, "".join(shown)) == [], "".join(shown)
+            else:
+                shown = [reader.paste(text)]
+                last = text.splitlines()[-1]
+                if left and left[0][0] == last:
+                    pattern = left.pop(0)[1]
+                    eventually(lambda: re.search(pattern, shown[-1]) or shown.append(reader.paste(last)), every=1)  # noqa: B023
     finally:
         reader.close()
-    assert left == {}, "the page does not have these commands any more"
+    assert left == [], "the page does not have these commands any more"
 
 
-def test_the_first_real_deployment_works_by_pasting(tmp_path: Path, tree: Path) -> None:
+def test_the_first_deployment_works_by_pasting(tmp_path: Path, tree: Path) -> None:
     egress_port, ingress_port = free_ports(2)
     with NatsServer(tmp_path / "site") as site, NatsServer(tmp_path / "centre") as centre, SeaweedFS() as s3:
         addresses = {
@@ -147,12 +154,12 @@ def test_the_first_real_deployment_works_by_pasting(tmp_path: Path, tree: Path) 
             "127.0.0.1:9464": f"127.0.0.1:{egress_port}",
             "127.0.0.1:9465": f"127.0.0.1:{ingress_port}",
         }
-        looks = {
-            "floe segments ls -c site.yaml": r"us-east/NODES",
-            "floe status -c central.yaml": r"us-east/NODES\S* .*\b1000 +1000\b",
-            "floe drill -c central.yaml us-east/NODES": r"1,?000 messages",
-        }
-        read(ROOT / "README.md", Reader(tmp_path / "home", addresses), looks)
+        looks = [
+            ("floe segments ls -c site.yaml", r"us-east/NODES"),
+            ("floe status -c central.yaml", r"us-east/NODES\S* .*\b1000 +1000\b"),
+            ("floe drill -c central.yaml us-east/NODES", r"1,?000 messages"),
+        ]
+        read(ROOT / "docs" / "start" / "first-deployment.md", Reader(tmp_path / "home", addresses), looks)
 
 
 def test_the_quick_start_works_by_pasting(tmp_path: Path, tree: Path) -> None:
@@ -165,8 +172,11 @@ def test_the_quick_start_works_by_pasting(tmp_path: Path, tree: Path) -> None:
         "127.0.0.1:9464": f"127.0.0.1:{egress_port}",
         "127.0.0.1:9465": f"127.0.0.1:{ingress_port}",
     }
-    looks = {
-        "floe status -c central.yaml": r"us-east/NODES\S* .*\b1000 +1000\b",
-        "floe drill -c central.yaml us-east/NODES": r"1,?500 messages",
-    }
-    read(ROOT / "docs" / "quickstart.md", Reader(tmp_path / "home", addresses), looks)
+    looks = [
+        ("floe status -c site.yaml", r"us-east/NODES\S* +reading +1000 +1000 +0\b"),
+        ("floe status -c central.yaml", r"us-east/NODES\S* .*\b1000 +1000\b"),
+        ("floe restore -c site.yaml us-east/NODES --yes", r"as in the archive: 1,500 read back"),
+        ("floe status -c site.yaml", r"us-east/NODES\S* +reading +1500 +1500 +0\b"),
+        ("floe drill -c central.yaml us-east/NODES", r"1,?500 messages"),
+    ]
+    read(ROOT / "docs" / "start" / "quickstart.md", Reader(tmp_path / "home", addresses), looks)

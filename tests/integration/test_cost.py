@@ -1,4 +1,4 @@
-"""The formula of docs/cost.md, compared with the requests that an S3 server gets in a day of hourly segments.
+"""The formula of costs (`docs/guides/`), compared with the requests that an S3 server gets in a day of hourly segments.
 
 Only the requests of messages and segments are computed; the number of periodic requests is taken from the actual ones,
 because the day is over in seconds.
@@ -158,5 +158,5 @@ async def test_a_day_takes_the_requests_of_the_formula(
 
 
 def test_the_tables_of_the_page_follow_the_formula():
-    page = (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
-    assert with_tables(page) == page, "python -m tests.support.cost docs/cost.md"
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "retention-and-cost.md").read_text()
+    assert with_tables(page) == page, "python -m tests.support.cost docs/guides/retention-and-cost.md"

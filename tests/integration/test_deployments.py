@@ -352,7 +352,7 @@ def test_the_credentials_are_for_the_group_of_the_service():
     package = yaml.safe_load((INFRA / "nfpm.yaml").read_text())
     [folder] = [each for each in package["contents"] if each["dst"] == "/etc/floe/credentials"]
     installed = (INFRA / "nfpm" / "postinstall.sh").read_text()
-    by_hand = (ROOT / "docs" / "deploy.md").read_text()
+    by_hand = (ROOT / "docs" / "guides" / "systemd.md").read_text()
 
     assert folder["file_info"]["mode"] == 0o750
     assert "chgrp floe /etc/floe/credentials && chmod 0750 /etc/floe/credentials" in installed

@@ -29,7 +29,7 @@ from tests.support.stores import FaultyStore
 
 ROWS = 20_000  # of each ordinary site: two turns
 MEMORY = 128 << 20  # the default of `memory_limit`
-MOST_RESIDENT = 600 << 20  # bytes: the limit of docs/limits.md for ingress, with one segment that is decoded alone
+MOST_RESIDENT = 600 << 20  # bytes: the limit of docs/guides/capacity.md for ingress with one segment decoded alone
 
 
 def long_subjects() -> pa.Table:

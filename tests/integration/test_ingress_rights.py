@@ -21,7 +21,7 @@ from common.settings.service import NatsSettings
 from floe import cli
 from infra import rights
 from infra.local.nats import NatsServer
-from infra.rights import RightsNames, main, rights_files, update_page
+from infra.rights import RightsNames, main, rights_files
 from tests.integration.test_ingress_messages import make_limited, raise_limit, with_large
 from tests.support.basics import soon
 from tests.support.commands import configuration, ran
@@ -285,11 +285,9 @@ def test_every_command_has_a_role_or_needs_none() -> None:
     assert (by_role & others, by_role | others) == (set(), set(leaves(cli)))
 
 
-def test_the_files_and_the_page_are_those_of_the_table() -> None:
+def test_the_files_are_those_of_the_table() -> None:
     files = dict(rights_files(RightsNames()))
     assert {path.name: path.read_text() for path in RIGHTS.iterdir()} == files, "python -m infra.rights infra/rights"
-    page = (RIGHTS.parents[1] / "docs" / "operations.md").read_text()
-    assert update_page(page) == page, "see infra.rights.update_page"
 
 
 @pytest.mark.parametrize(

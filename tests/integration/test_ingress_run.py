@@ -1,6 +1,6 @@
 """Ingress as a service: each message arrives once, in order and unchanged; automatic recovery; metrics.
 
-Rows of docs/delivery.md: states of `last_seq`, the intent and the readable tail, times the closed state.
+Rows of docs/design/delivery.md: states of `last_seq`, the intent and the readable tail, times the closed state.
 """
 
 import asyncio

@@ -43,7 +43,7 @@ def subject() -> str:
 
 @pytest.fixture(scope="module")
 def notifying(nats_url: str, subject: str) -> Iterator[SharedS3]:
-    """A MinIO that publishes to the server of ingress, as docs/events.md configures it."""
+    """A MinIO that publishes to the server of ingress, as docs/guides/deploy-centre.md configures it."""
     environment = {
         "MINIO_NOTIFY_NATS_ENABLE_FLOE": "on",
         "MINIO_NOTIFY_NATS_ADDRESS_FLOE": urlsplit(nats_url).netloc,

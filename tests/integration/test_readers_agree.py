@@ -1,11 +1,14 @@
 """Row counts, order and values of one archive, as pyarrow, Spark, DuckDB and Polars read its cover."""
 
+import ast
 import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from common.segments_cli import segments
 from common.settings.loader import load
 from tests.support.basics import SharedS3, seeded
 from tests.support.compaction import Archive, begun, rows, run
+from tests.support.segments import batch_of, message
 from tests.support.spark import spark_session
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +42,7 @@ CHAINS = [
     Chain("us-east", "NODES", 1, 0),
 ]
 END = 120
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def fill(archive: Archive) -> None:
@@ -161,7 +166,7 @@ def test_the_columns_of_a_key_have_the_types_that_the_docs_name(tmp_path: Path):
     archive = begun(tmp_path, CHAINS[1], numbers := Chain("77", "12"))
     configured(tmp_path, f"{{url: 'file://{tmp_path}/store'}}")
     files = [archive.path(archive.put(1, 2, chain=chain).key) for chain in (CHAINS[1], numbers)]
-    text = (ROOT / "docs" / "archive.md").read_text()
+    text = (ROOT / "docs" / "reference" / "formats.md").read_text()
     documented = {}
     for names, *types in re.findall(r"^\| (`.*?) \|" + r" (.*?) \|" * 5 + "$", text, re.MULTILINE):
         documented |= dict.fromkeys(re.findall("`(.*?)`", names), types[1:])
@@ -181,17 +186,46 @@ def test_the_columns_of_a_key_have_the_types_that_the_docs_name(tmp_path: Path):
             wanted = [re.split("[;,]", each)[0] for each in documented[name]]
             if path == files[1] and name in ("site", "feed"):
                 wanted[2:] = ["BIGINT", "Int64"]
-                assert all("where all are numbers" in each for each in documented[name][2:])
+                assert all("if all are numbers" in each for each in documented[name][2:])
             assert [each[name] for each in (*views, *alone)] == wanted, name
 
 
 def block(fence: str, holding: str) -> str:
     """The one code block of the documentation that contains `holding`."""
-    text = (ROOT / "docs" / "archive.md").read_text()
+    text = (ROOT / "docs" / "guides" / "query.md").read_text()
     [found] = [
         each for each in re.findall(rf"^```{fence}\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if holding in each
     ]
     return str(found)
+
+
+@pytest.mark.spark
+def test_the_queries_of_the_docs_find_the_messages_of_one_node_in_the_last_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    chain, now, hour_ns = Chain("us-east", "NODE_DATA"), time.time_ns(), 3600 * 10**9
+    times = {n: now - (48 - n) * hour_ns - hour_ns // 2 for n in range(1, 48)}
+    found = [
+        message(n, b"row %d" % n, timestamp_ns=at, subject=b"nodes.n%d.t" % (17 + n % 4)) for n, at in times.items()
+    ]
+    begun(tmp_path, chain).put(1, 47, batch_of(found), chain=chain)
+    configured(tmp_path, f"{{url: 'file://{tmp_path}/store'}}").rename(tmp_path / "central.yaml")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(polars.DataFrame, "__repr__", lambda frame: str(frame.rows()))
+    page = (ROOT / "docs" / "guides" / "query.md").read_text()
+    for kind, text in FENCE.findall(page.partition("## Messages of one node")[2].partition("\n## ")[0]):
+        if kind == "python":
+            body = ast.parse(text.replace("/etc/floe", str(tmp_path))).body
+            exec(compile(ast.Interactive(body), "query.md", "single"), {"spark": spark_session()})
+            shown = capsys.readouterr().out
+        else:
+            command, _, view = text.partition(" > ")
+            shown = CliRunner().invoke(segments, shlex.split(command)[2:]).stdout
+            if view:
+                (tmp_path / view.strip()).write_text(shown)
+                continue
+        assert sorted(map(int, re.findall(r"row (\d+)", shown))) == [28, 32, 36, 40, 44], (text, shown)
 
 
 def parsed(block: bytes | None) -> Table | None:

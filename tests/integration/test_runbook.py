@@ -1,4 +1,4 @@
-"""The commands of the runbook (docs/replay.md) as printed there, against a world that lost something."""
+"""The commands of the runbook (docs/guides/replay.md) as printed there, against a world that lost something."""
 
 import re
 import shlex
@@ -24,10 +24,10 @@ ASK = ("checkpoint", "set")  # commands that ask on a terminal: here is none
 
 def commands(section: str) -> list[str]:
     """The lines of the code blocks of a section, in order."""
-    page = (ROOT / "docs" / "replay.md").read_text()
+    page = (ROOT / "docs" / "guides" / "replay.md").read_text()
     text = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
     assert text, section
-    blocks = re.findall(r"^( *)```\n(.*?)^ *```$", text[1], re.M | re.S)
+    blocks = re.findall(r"^( *)```sh\n(.*?)^ *```$", text[1], re.M | re.S)
     return [line.strip() for _, block in blocks for line in block.splitlines()]
 
 

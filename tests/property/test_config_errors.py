@@ -17,7 +17,7 @@ from common.settings.loader import parse_documents
 from common.settings.root import Settings, fields_of, sections_of
 from common.settings.types import Range, Section, TypeName, parse_size
 from common.settings.yaml import ConfigFileError, Problems, parse_yaml
-from tests.support.config_tables import plain, type_name
+from tests.support.config_keys import plain, type_name
 
 ROOT = Path(__file__).parents[2]
 Where = tuple[str | int, ...]

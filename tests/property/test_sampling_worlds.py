@@ -30,7 +30,7 @@ class Sent:
 
 @dataclass
 class Model:
-    """The rules of docs/sampling.md, for one key after the other."""
+    """The rules of docs/guides/sample.md, for one key after the other."""
 
     trigger: int
     newest: int = 0

@@ -1,1 +1,1 @@
-"""Simulation of the promises: real services over a simulated server, store and network (docs/architecture.md)."""
+"""Simulation of the promises: real services over a simulated server, store and network (docs/design/)."""

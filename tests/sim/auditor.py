@@ -191,7 +191,7 @@ class TargetAuditor(StreamTap):
 def read_copy(block: bytes | None) -> tuple[tuple[int, int] | None, bytes | None]:
     """Return the sequence and time in the provenance header of a copy, and the block that its publisher wrote.
 
-    It follows the documented form of the headers (docs/architecture.md, I6), not the product's own reader.
+    It follows the documented form of the headers (docs/promises.md, I6), not the product's own reader.
     """
     lines = (block or b"").split(b"\r\n")
     at = next((i for i, line in enumerate(lines) if line.startswith(b"Floe-Source: ")), None)

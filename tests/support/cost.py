@@ -1,7 +1,7 @@
-"""Requests, bytes and money of a site: the formula of docs/cost.md, and its tables.
+"""Requests, bytes and money of a site: the formula of docs/guides/retention-and-cost.md, and its tables.
 
-`python -m tests.support.cost docs/cost.md` writes the tables; `tests/integration/test_cost.py` checks the formula
-against the requests that a server gets.
+`python -m tests.support.cost docs/guides/retention-and-cost.md` writes the tables;
+`tests/integration/test_cost.py` checks the formula against the requests that a server gets.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ TERMS = (
     ("compaction", "run", RUN),
     ("", "run and chain; a LIST more for each further 1,000 segments", RUN_CHAIN),
     ("", "run and chain with a tombstone", RUN_BURIED),
-    ("", "run and tombstone that stands", RUN_TOMBSTONE),
+    ("", "run and existing tombstone", RUN_TOMBSTONE),
     ("", "segment that is merged", INPUT),
     ("", "segment that is made", OUTPUT),
 )

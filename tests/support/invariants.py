@@ -1,4 +1,4 @@
-"""Small predicates by which tests and scenarios judge Floe's promises; ids as in `docs/architecture.md`."""
+"""Small predicates by which tests and scenarios judge Floe's promises; ids as in `docs/promises.md`."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, zip_longest

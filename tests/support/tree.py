@@ -1,13 +1,11 @@
-"""The tree of the architecture page: `python -m tests.support.tree docs/architecture.md`."""
+"""The tree of the product, for the page docs/design/tree.md."""
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TOPS = ("floe.py", "pyspark_floe.py", "common", "egress", "ingress", "compaction", "infra", "bench")
-BEGIN, END = "<!-- tree: begin -->", "<!-- tree: end -->"
 
 
 def first_line(path: Path) -> str:
@@ -36,15 +34,3 @@ def _folder(folder: Path, depth: int = 0) -> list[str]:
     for below in sorted(path for path in folder.iterdir() if (path / "__init__.py").exists()):
         found += _folder(below, depth + 1)
     return found
-
-
-def with_tree(page: str) -> str:
-    """Return `page` with the tree between its two marks brought up to date."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{tree()}\n\n{END}{tail}"
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        Path(name).write_text(with_tree(Path(name).read_text()))

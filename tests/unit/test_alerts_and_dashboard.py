@@ -11,22 +11,20 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import Counter, Gauge, Histogram
 
-from common.metrics import DECLARED_METRICS, REGISTRY, ScrapedMetrics, counter, show_zeros
+from common.metrics import DECLARED_METRICS, REGISTRY, counter, show_zeros
 from egress.acks import RESET_REASONS
 from egress.advisories.outbox import SendResult
 from egress.metrics import ADVISORY_RESULTS
 from infra import dashboards
 from ingress import metrics as ingress_metrics
 from tests.support.basics import metric_value, unique
-from tests.unit.test_docs import OPERATIONS, ROOT, metric_names
+from tests.support.reference import ROOT, alerts, metrics
 
 PROMETHEUS = ROOT / "infra" / "prometheus"
-RULES = yaml.safe_load((PROMETHEUS / "floe.rules.yml").read_text())
 TESTS = yaml.safe_load((PROMETHEUS / "floe.rules.test.yml").read_text())["tests"]
-RUNBOOKS = (ROOT / "docs" / "runbooks.md").read_text()
-ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
+GUIDES = ROOT / "docs" / "guides"
+ALERTS: list[dict[str, Any]] = alerts()
 BASE = "https://floe.example.com/docs"  # of the runbooks' addresses; each reader sets it
 NOT_FLOES = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
 
@@ -36,16 +34,9 @@ def named(expression: str) -> set[str]:
     return set(re.findall(r"\b(?:floe_|process_)\w+|\bup\b", re.sub(r'"[^"]*"', "", expression)))
 
 
-NAMES = frozenset(metric_names())
+LABELS = {each["name"]: set(each["labels"]) for each in metrics()}
+NAMES = frozenset(LABELS)
 SERIES = NAMES | {f"{name}{end}" for name in NAMES for end in ("_bucket", "_count", "_sum")} | NOT_FLOES
-
-
-def labels_of() -> dict[str, set[str]]:
-    """Return the labels of each of Floe's metrics."""
-    kinds, found = Counter | Gauge | Histogram | ScrapedMetrics, REGISTRY._collector_to_names.items()
-    known = [(each, series) for each, series in found if isinstance(each, kinds)]
-    labels = [(m.labels if isinstance(m, ScrapedMetrics) else m._labelnames, series) for m, series in known]
-    return {name: set(names) for names, series in labels for name in series}
 
 
 def kebab(name: str) -> str:
@@ -57,30 +48,28 @@ def expressions() -> list[str]:
 
 
 def test_an_alert_is_whole_and_its_metrics_exist() -> None:
-    labels = labels_of()
     for alert in ALERTS:
         name, notes, metrics = alert["alert"], alert["annotations"], named(alert["expr"])
         assert (bool(metrics), metrics - SERIES) == (True, set()), name
         assert alert["labels"]["severity"] in ("critical", "warning"), name
         assert all((notes["summary"], notes["description"])), name
-        assert notes["runbook_url"] == f"{BASE}/runbooks.html#{kebab(name)}"
+        assert notes["runbook_url"] == f"{BASE}/guides/troubleshooting.html#{kebab(name)}"
         for metric in sorted(metrics - {"up"})[:1]:
             shown = set(re.findall(r"\$labels\.(\w+)", notes["summary"]))
-            assert shown - labels[metric] - {"instance", "job"} == set(), name
+            assert shown - LABELS[metric] - {"instance", "job"} == set(), name
 
 
-def test_alerts_runbooks_their_tests_and_operations_name_the_same() -> None:
-    [worth] = re.findall(r"^Worth a call at night.*?\n\n", OPERATIONS, re.MULTILINE | re.DOTALL)
+def test_alerts_runbooks_and_their_tests_name_the_same() -> None:
     names = [alert["alert"] for alert in ALERTS]
     tried = [(each["name"], bool(case["exp_alerts"])) for each in TESTS for case in each["alert_rule_test"]]
 
-    assert set(re.findall(r"\bfloe_\w+", worth)) - {name for alert in ALERTS for name in named(alert["expr"])} == set()
-    assert re.findall(r"^## (\S+)$", RUNBOOKS, re.MULTILINE) == [*map(kebab, names)]
+    runbooks = re.findall(r"^### (floe-\S+)$", (GUIDES / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert runbooks == [*map(kebab, names)]
     assert tried == [pair for name in names for pair in ((f"{name} fires", True), (f"{name} stays quiet", False))]
 
 
 def test_the_base_of_the_runbooks_is_set_by_the_command_of_the_docs() -> None:
-    [command] = re.findall(r"^(sed '.*') infra/\S+ > \S+$", (ROOT / "docs" / "monitoring.md").read_text(), re.MULTILINE)
+    [command] = re.findall(r"^ *(sed '.*') infra/\S+ > \S+$", (GUIDES / "monitoring.md").read_text(), re.MULTILINE)
     rules = (PROMETHEUS / "floe.rules.yml").read_text()
 
     done = subprocess.run(["sh", "-c", command], input=rules, capture_output=True, text=True, check=True)
@@ -109,7 +98,6 @@ def test_the_committed_dashboard_is_what_the_script_makes_and_shows_or_excuses_e
     found = expressions()
     shown = {re.sub("_(bucket|count|sum)$", "", name) for expression in found for name in named(expression)}
     left_out = [name for each in dashboards.METRICS_WITHOUT_PANEL.values() for name in each]
-    labels = labels_of()
     selected = [each for expression in found for each in re.findall(r"(floe_\w+)\{([^}]*)\}", expression)]
 
     assert dashboards.DASHBOARD_PATH.read_text() == dashboards.render(), "python -m infra.dashboards"
@@ -117,7 +105,7 @@ def test_the_committed_dashboard_is_what_the_script_makes_and_shows_or_excuses_e
     assert {name for expression in found for name in named(expression)} - SERIES == set()
     assert sorted(left_out) == sorted(NAMES - shown)
     for metric, selector in selected:
-        known = labels[re.sub("_(bucket|count|sum)$", "", metric)]
+        known = LABELS[re.sub("_(bucket|count|sum)$", "", metric)]
         assert set(re.findall(r"(\w+)[=!]", selector)) - known == set(), metric
 
 

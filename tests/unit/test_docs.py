@@ -1,13 +1,10 @@
-"""The docs agree with the code: every name in them exists, and every metric, error code and command is in them."""
+"""The docs agree with the code: every name in them exists, every error code is in them, no generated page is stale."""
 
-import importlib
+import ast
 import inspect
 import itertools
-import pkgutil
 import re
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,73 +16,50 @@ import yaml
 from click.testing import CliRunner
 
 import floe
+from common import errors
 from common.archive.documents import ChainDocument, ChainStore
 from common.archive.keys import Layout
 from common.archive.store import SegmentStore
 from common.archive.writer import SegmentWriter
 from common.chain import Chain
-from common.metrics import REGISTRY
 from common.objects.local import LocalObjects
 from common.sequences import SequenceRange
 from common.settings import loader
-from tests.support import tree
+from common.settings.root import Settings, fields_of
+from tests.support import reference, tree
+from tests.support.config_keys import every_key
+from tests.support.reference import command_at, commands
 from tests.support.segments import batch_of, footer_of, message
 
 ROOT = Path(__file__).parents[2]
-DOCS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
-ROLES = ("common", "egress", "ingress", "compaction")
+DOCS = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+ROLES = reference.ROLES
 
 
 def sources() -> str:
     return "".join(path.read_text() for role in (*ROLES, "infra") for path in (ROOT / role).rglob("*.py"))
 
 
-METRICS_ELSEWHERE = {
-    *("common.nats.client", "common.objects.port", "common.archive.store", "common.tasks"),
-    *("compaction.report", "egress.workers.supervisor", "ingress.recovery.living"),
-}
+def exits_in_code() -> set[tuple[str, str]]:
+    """Return the error codes with the exit codes of the classes that are raised with them."""
+    kinds = {name: each for name, each in vars(errors).items() if getattr(each, "default_code", "")}
+    found = {(each.default_code, str(each.exit_code)) for each in kinds.values()}
+    for node in ast.walk(ast.parse("\n".join(line for line in sources().splitlines() if "__future__" not in line))):
+        if isinstance(node, ast.Call) and (kind := kinds.get(getattr(node.func, "id", ""))):
+            codes = [key.value for key in node.keywords if key.arg == "code" and isinstance(key.value, ast.Constant)]
+            found |= {(str(code.value), str(kind.exit_code)) for code in codes}
+    return found
 
 
-def metric_names() -> set[str]:
-    for role in ROLES:
-        for module in pkgutil.walk_packages(importlib.import_module(role).__path__, f"{role}."):
-            if module.name.endswith("metrics") or module.name in METRICS_ELSEWHERE:
-                importlib.import_module(module.name)
-    families = [family for family in REGISTRY.collect() if family.name.startswith("floe_")]
-    return {family.name + ("_total" if family.type == "counter" else "") for family in families}
-
-
-def command_at(*words: str) -> click.Command:
-    command: click.Command = floe.cli
-    for word in words:
-        assert isinstance(command, click.Group)
-        found = command.get_command(click.Context(command), word)
-        assert found is not None
-        command = found
-    return command
-
-
-def commands(*path: str) -> list[tuple[str, ...]]:
-    group = command_at(*path)
-    if not isinstance(group, click.Group):
-        return [path]
-    return [found for name in group.list_commands(click.Context(group)) for found in commands(*path, name)]
-
-
-def test_every_metric_is_documented_and_every_documented_metric_exists() -> None:
-    table = re.search(r"^\| metric \| labels \|.*\n\|[-|]+\n((?:\|.*\n)+)", OPERATIONS, re.MULTILINE)
-    assert table is not None
-    documented = re.findall(r"^\| `(floe_\w+)` \|", table.group(1), re.MULTILINE)
-
-    assert set(documented) == metric_names()
-    assert documented == sorted(documented)
-
-
-def test_every_error_code_is_documented() -> None:
+def test_the_error_codes_and_their_exit_codes_are_those_of_the_code() -> None:
     used = set(re.findall(r'"(E-[A-Z0-9-]*[A-Z0-9])"', sources()))
+    rows = [(each["code"], code) for each in reference.data("errors") for code in each["exit"].split(", ")]
 
-    assert {code for code in used if not re.search(rf"\b{code}\b", OPERATIONS)} == set()
+    assert used ^ {code for code, _ in rows} == {
+        *("E-JS-…", "E-JS-10039", "E-JS-10076"),
+        *("E-TARGET-GONE", "E-TARGET-RECREATED"),  # made from the names of findings
+    }
+    assert exits_in_code() - set(rows) == set()
 
 
 def test_nothing_asks_for_a_package_of_a_name_that_a_stranger_may_register() -> None:
@@ -94,37 +68,33 @@ def test_nothing_asks_for_a_package_of_a_name_that_a_stranger_may_register() -> 
     assert [path for path, text in texts.items() if re.search(r"pip install[^`\n]*floe", text)] == []
 
 
-def test_the_start_page_names_every_page() -> None:
-    named = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+def test_start_page_and_navigation_name_every_page() -> None:
+    start, docs = ROOT / "docs" / "index.md", ROOT / "docs"
+    named = re.findall(r"\]\(([\w/.-]+\.md)\)", start.read_text())
+    nav = re.findall(r'= "([\w/.-]+\.md)"', (ROOT / "zensical.toml").read_text())
+    pages = sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
 
-    assert named == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
-
-
-def test_the_configurations_of_the_readme_and_of_a_tree_of_sites_parse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOE_S3_KEY", "key")
-    monkeypatch.setenv("FLOE_S3_SECRET", "secret")
-    tree = (ROOT / "docs" / "ingress.md").read_text().partition("\n## Trees\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text() + tree, re.DOTALL)
-
-    assert len(blocks) == 2 + 3
-    for block in blocks:
-        text = dedent(block)
-        assert isinstance(yaml.safe_load(text), dict)
-        loader.parse(text, "README.md")
+    assert sorted({*named, "index.md"}) == sorted(nav) == pages
 
 
-def test_every_command_is_in_the_table_of_operations() -> None:
-    documented = set()
-    for row in re.findall(r"^\| (`floe [^|]+`) \|", OPERATIONS, re.MULTILINE):
-        first, *others = re.findall("`([^`]+)`", row)
-        documented |= {first, *(f"{first.rpartition(' ')[0]} {other}" for other in others)}
+YAML = re.compile(r"^( *)```yaml\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+NEEDED = {"site": "site: us-east\n", "store": "store: {url: 's3://floe'}\n"}
 
-    assert documented == {f"floe {' '.join(command)}" for command in commands()}
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_a_configuration_on_a_page_parses(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (secret := tmp_path / "secret").write_text("secret")
+    for _, block in YAML.findall(path.read_text()):
+        [document] = yaml.safe_load_all(text := re.sub(r"/etc/floe/credentials/[\w-]+", str(secret), dedent(block)))
+        for name in {*re.findall(r"\${(\w+)}", text)} - {"HOME"}:
+            monkeypatch.setenv(name, "floe")
+        if document.keys() <= fields_of(Settings).keys():
+            loader.parse("".join(line for key, line in NEEDED.items() if key not in document) + text, path.name)
 
 
 # Commands
 
-FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^ *```\w*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(floe [a-z][^`]*)`")
 ELLIPSIS = "…"
 
@@ -229,24 +199,14 @@ def test_the_examples_of_what_reads_only_the_store_work(
         assert (result.exit_code, bool(result.stdout)) == (0, True), (line, result.output)
 
 
-def test_the_page_of_the_commands_is_their_help() -> None:
-    # In a process of its own: click caches the help option of a command that was run without its group.
-    script = "from tests.support.commands_page import page; print(page(), end='')"
-    made = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-
-    assert (ROOT / "docs" / "commands.md").read_text() == made.stdout, "python -m tests.support.commands_page"
+@pytest.mark.parametrize("path", sorted(reference.PAGES), ids=lambda path: path.name)
+def test_a_generated_page_is_current(path: Path) -> None:
+    assert path.read_text() == reference.page(path), "python -m tests.support.reference"
 
 
-# The map of the code
+def test_one_sentence_describes_each_file() -> None:
+    lines = [line.strip() for line in tree.tree().splitlines()]
 
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
-
-
-def test_the_tree_of_the_architecture_is_the_tree_and_one_sentence_describes_each_file() -> None:
-    page = ARCHITECTURE.read_text()
-    lines = [line.strip() for line in page.partition(tree.BEGIN)[2].partition(tree.END)[0].strip().splitlines()]
-
-    assert tree.with_tree(page) == page, "python -m tests.support.tree docs/architecture.md"
     assert [line for line in lines if not line.endswith((".", "?")) or len(line) > 160] == []
 
 
@@ -262,7 +222,7 @@ def missing_code(text: str) -> Iterator[str]:
             yield from (each for each in symbol.split(".") if not re.search(rf"(class|def) {each}\b", code))
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_page_names_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check links to files, commands, metrics, and files of the code with their classes and functions."""
     monkeypatch.setenv("FLOE_CONFIG", "floe.yaml")
@@ -270,19 +230,42 @@ def test_what_a_page_names_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     wrong = [problem(line, is_whole=True) for line in whole_commands(text)]
     wrong += [problem(line, is_whole=False) for line in INLINE.findall(FENCED.sub("", text).replace("\n", " "))]
-    known = {re.sub("_total$", "", name) for name in metric_names()}
+    known = {re.sub("_total$", "", each["name"]) for each in reference.metrics()}
     named = set(re.findall(r"\bfloe_[a-z][a-z_]*[a-z]\b", text))
 
     assert [link for link in links if not (path.parent / link).exists()] == []
     assert [each for each in wrong if each] == []
     assert {name for name in named if re.sub("_(total|bucket|sum|count)$", "", name) not in known} == set()
-    if path.name != "decisions.md":  # it names the files of the time of a decision
+    if "docs/decisions" not in str(path):  # these name the files of the time of a decision
         assert list(missing_code(text)) == []
 
 
-# The table of findings, in docs/delivery.md
+# The glossary
 
-DELIVERY = (ROOT / "docs" / "delivery.md").read_text()
+
+def words_of_names() -> set[str]:
+    """Return the words of keys, codes, actions of the log, metrics, labels and columns of tables."""
+    columns = re.findall(r"\w*columns\w*(?:: [^=\n]+)? ?= ?\(([^()]*)\)", sources(), re.IGNORECASE)
+    names = [text for each in columns for text in re.findall(r'"([^"]+)"', each)]
+    names += [part for key in every_key() for part in key.path]
+    names += [each["code"].removeprefix("E-") for each in reference.data("errors")]
+    names += [row["actions"] for section in reference.data("log_events").values() for row in section]
+    names += [name for each in reference.metrics() for name in (each["name"], *each["labels"])]
+    return set(re.findall(r"[a-z]{2,}", " ".join(names).lower()))
+
+
+def test_each_word_of_a_name_is_ordinary_or_in_the_glossary() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "concepts.md").read_text(), re.MULTILINE)
+    ordinary = (Path(__file__).parent / "ordinary_words.txt").read_text()
+    known = set(re.findall(r"[a-z]+", " ".join((*rows, ordinary)).lower()))
+    forms = {word: {word, word.removesuffix("s"), word.removesuffix("es")} for word in words_of_names()}
+
+    assert sorted(word for word, each in forms.items() if not {*each, re.sub("ies$", "y", word)} & known) == []
+
+
+# The table of findings, in docs/design/delivery.md
+
+DELIVERY = (ROOT / "docs" / "design" / "delivery.md").read_text()
 FOUND = DELIVERY[DELIVERY.index("## Cases") : DELIVERY.index("### Limits")]
 ROWS = [line for line in FOUND.splitlines() if line.startswith("| ") and not line.startswith("| case")]
 CASES = (

@@ -1,7 +1,4 @@
-"""Findings of `floe doctor`: the exit code, the rules of buckets, and the page, which has every check."""
-
-import re
-from pathlib import Path
+"""Findings of `floe doctor`: the exit code, the rules of buckets, and the reference, which has every check."""
 
 import pytest
 
@@ -10,8 +7,7 @@ from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unava
 from common.objects.port import LifecycleRule
 from common.objects.s3_transfer import enabled_rules
 from common.settings.service import NatsSettings
-
-PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+from tests.support import reference
 
 GOOD, WARNED = doctor.ok("nats", "version", "2.15.1"), doctor.warning("nats", "version", "2.9.0", "old")
 BAD, LEFT_OUT = (
@@ -21,9 +17,8 @@ BAD, LEFT_OUT = (
 AWAY = doctor.failed("nats", "connection", Unavailable("no answer"))
 
 
-def test_the_page_has_every_check_and_no_other() -> None:
-    rows = re.findall(r"^\| (store|nats|spark|disk) \| ([\w ]+) \| .+ \| .+ \|$", PAGE.read_text(), re.MULTILINE)
-    assert rows == [(part, what) for part, checks in doctor.CHECKS.items() for what in checks]
+def test_the_reference_has_every_check_and_no_other() -> None:
+    assert {part: (*rows,) for part, rows in reference.data("doctor").items()} == doctor.CHECKS
     with pytest.raises(AssertionError):
         doctor.ok("store", "version", "1")
 

@@ -36,7 +36,7 @@ from ingress.recovery.source import hole_error
 from ingress.rows import prepare
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, NoOrigin, Origin, TargetErrors, TargetReading
 from tests.support.basics import commands_of, problems_of
-from tests.support.commands_page import commands
+from tests.support.reference import commands
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("common", "egress", "ingress", "compaction")

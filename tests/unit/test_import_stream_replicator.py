@@ -18,7 +18,7 @@ from common.settings.root import Settings
 from common.settings.yaml import ConfigFileError, Problems, parse_yaml
 from tests.support.replicator_configs import DOCUMENTED, HEAD, KEYS, LOGINS, PARAMETERS, PARTITIONED, TOPICS
 
-PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "migrate.md"
 SERVERS = {"S": "nats://s:4222,nats://r:4222", "S2": "nats://r, nats://s"}
 WAY = "    source_url: nats://s:4222\n    target_url: nats://t:4222\n"
 

@@ -25,6 +25,7 @@ from common.service.progress import LOG_INTERVAL_S, ProcessLog
 from common.settings.root import Settings
 from egress.report import FeedReport
 from infra.local.process import spawn
+from tests.support import reference
 from tests.support.basics import PATIENCE, eventually, unique
 from tests.support.clock import ManualClock
 from tests.support.stores import no_room
@@ -227,19 +228,14 @@ def test_long_addresses_are_cut_behind_the_host(stream: Stream):
     assert event["key"] == "k" * 300
 
 
-# Actions that the code builds from parts
-MADE_UP = set[str]()
-
-
-def test_the_page_has_each_action_and_no_other():
-    found: set[str] = set(MADE_UP)
-    parts = ("common", "egress", "ingress", "compaction")
-    for path in (each for part in parts for each in ROOT.glob(f"{part}/**/*.py")):
+def test_the_reference_has_each_action_and_no_other():
+    found: set[str] = set()
+    for path in (each for role in reference.ROLES for each in ROOT.glob(f"{role}/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "action" and isinstance(node.value, ast.Constant):
                 found.add(node.value.value)
-    rows = [line.split("|")[1] for line in (ROOT / "docs/logs.md").read_text().splitlines() if line.startswith("| `")]
-    assert {action for row in rows for action in re.findall(r"`([a-z_]+)`", row)} == found
+    rows = [row for section in reference.data("log_events").values() for row in section]
+    assert {action for row in rows for action in row["actions"].split()} == found
 
 
 # The lines of a process's life

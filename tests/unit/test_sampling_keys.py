@@ -17,7 +17,7 @@ from tests.support.sampling import HOUR, SECOND, sampling
 
 # Payloads
 
-DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "sample.md"
 DEEP = 10_000
 
 

@@ -24,7 +24,7 @@ from tests.support.compaction import CHAIN, Archive, ref
 
 NOW = 1_800_000_000.0
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "archive.md"
+PAGES = (ROOT / "docs" / "guides" / "query.md", ROOT / "docs" / "reference" / "formats.md")
 
 
 def parsed(**options: str):  # type: ignore[no-untyped-def]
@@ -68,8 +68,9 @@ def test_what_only_one_way_of_reading_has_is_refused_by_the_other() -> None:
     parsed(since="2h", subject="a.>").check_allowed(streams=True)
 
 
-def test_the_page_has_a_row_for_every_option_and_column() -> None:
-    rows = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+def test_the_pages_have_a_row_for_every_option_and_column() -> None:
+    lines = [line for page in PAGES for line in page.read_text().splitlines()]
+    rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
     assert named >= OPTIONS
     assert {*SCHEMA.names, "headers_parsed"} <= named
