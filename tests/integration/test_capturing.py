@@ -73,9 +73,7 @@ async def test_a_stream_is_captured_beside_its_messages(bench: Bench) -> None:
         assert (document.chain, bool(document.ts), ref.end <= 10) == (str(chain), True, True)
         assert abs(document.moment_ns - parse_time(document.at)) < PATIENCE * NS_PER_S
     changed, gone = store.config(chain), store.deletions(chain)
-    assert changed is not None
-    assert gone is not None, "once, with the change"
-    assert (gone.ts, gone.first, gone.last, gone.deleted) == (changed.ts, 1, 10, ())
+    assert (gone.ts, gone.first, gone.last, gone.deleted) == (changed.ts, 1, 10, ()), "once, with the change"
     assert len(store.list_captures(chain, "deletions")) == 1
 
 

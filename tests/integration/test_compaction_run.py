@@ -338,10 +338,8 @@ def test_a_preview_shows_the_effects_of_a_run_with_a_read_only_credential(archiv
     reader = Archive(archive.folder, ReadOnly(archive.folder / "store"))
     for outputs, going in ((["1..40"], []), ([], ["1..10", "11..20", "21..30", "31..40"])):
         [survey] = [s for s in compaction(reader, grace=3600).preview(Selection()) if s.chain == CHAIN]
-        assert ([str(o.coverage) for o in survey.outputs], [str(s.coverage) for s in survey.deletable]) == (
-            outputs,
-            going,
-        )
+        assert [str(each.coverage) for each in survey.outputs] == outputs
+        assert [str(each.coverage) for each in survey.deletable] == going
         run(archive, grace=3600)
         archive.age(tombstones(archive)[0], 4000)
 

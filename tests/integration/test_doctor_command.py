@@ -308,10 +308,8 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
         ):
             code = 3 if state == "problem" else 0
             found = await examined(write(tmp_path, store, user | {"user": name}, **document), code=code)
-            assert (found["nats acknowledgements"]["state"], found["nats acknowledgements"]["found"]) == (
-                state,
-                refused,
-            )
+            shown = found["nats acknowledgements"]
+            assert (shown["state"], shown["found"]) == (state, refused)
         durability = found["nats durability"]
         assert (durability["state"], durability["found"]) == ("warning", "NODES: persist_mode async")
 

@@ -204,10 +204,8 @@ async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench
 @pytest.mark.parametrize(
     "failpoint",
     [
-        "egress.after_put",
-        soak_only("repartition.before_stream"),
-        "repartition.after_stream",
-        soak_only("repartition.after_chain"),
+        *("egress.after_put", "repartition.after_stream"),
+        *map(soak_only, ("repartition.before_stream", "repartition.after_chain")),
     ],
 )
 async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, failpoint: str) -> None:

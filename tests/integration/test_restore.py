@@ -287,11 +287,8 @@ async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench
     leases = await open_leases(bench.client, settings.egress, new_owner("first"), SystemClock(), replicas=1)
     lease = await leases.acquire(state_key("restore", stream))
     keeping = asyncio.create_task(lease.run_renewals())
-    guarded = {
-        "name": stream,
-        "subjects": [f"{RESTORE_PREFIX}{stream}"],
-        "metadata": {RESTORE_KEY: "0123 first=1 end=2"},
-    }
+    metadata = {RESTORE_KEY: "0123 first=1 end=2"}
+    guarded = {"name": stream, "subjects": [f"{RESTORE_PREFIX}{stream}"], "metadata": metadata}
     created = (await create_stream(bench.client, guarded)).created
     with pytest.raises(Unavailable) as caught:
         await back.restored(bench, stream)

@@ -55,11 +55,8 @@ async def test_egress_that_ran_all_the_while_resumes(bench: Bench) -> None:
         await bench.delete_stream(stream)
         await soon(lambda: "E-SOURCE-GONE" in str(running.status(stream)))
         assert f"site/{stream} --allow-elsewhere" in str(running.status(stream)), "the consumer reaches elsewhere"
-        config = {
-            "name": stream,
-            "subjects": [f"{RESTORE_PREFIX}{stream}"],
-            "metadata": {RESTORE_KEY: "x first=1 end=200"},
-        }
+        metadata = {RESTORE_KEY: "x first=1 end=200"}
+        config = {"name": stream, "subjects": [f"{RESTORE_PREFIX}{stream}"], "metadata": metadata}
         await bench.client.api(f"STREAM.CREATE.{stream}", config)  # a restore is under way, and far from its end
         await soon(lambda: "E-RESTORING" in str(running.status(stream)))
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None

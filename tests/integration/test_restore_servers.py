@@ -116,12 +116,8 @@ async def test_a_stream_comes_back_as_it_was(server: NatsServer, writer: Archive
     assert (source.first, source.last - source.rows[-1].sequence) == (4051, 4)
     await client.api(f"STREAM.DELETE.{STREAM}")
 
-    await restore(
-        bench,
-        writer,
-        source,
-        restorable_consumers(CapturedConsumers(source.created, source.last, held), source.last)[0],
-    )
+    consumers, _ = restorable_consumers(CapturedConsumers(source.created, source.last, held), source.last)
+    await restore(bench, writer, source, consumers)
 
     # Only the files carry the creation time of the stream.
     created = source.created if writer.format == "files" else (await stream_info(client, STREAM)).created

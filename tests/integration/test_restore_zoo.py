@@ -312,6 +312,8 @@ async def forks(pen: Pen) -> None:
     await back.comes_back(bench, pen.stream, held, incarnation=0)
 
 
+SET_BACK: dict[str, Any] = {"between": acts(set_back(20), puts(15), resolves()), "incarnation": 1}
+
 ALL_CONSUMERS: dict[str, dict[str, Any]] = {
     "clean": EXPLICIT,
     "all": {"ack_policy": "all"},
@@ -444,8 +446,7 @@ KINDS: dict[str, Kind] = {
     ),
     # Histories
     "set back": Kind(
-        between=acts(set_back(20), puts(15), resolves()),
-        incarnation=1,
+        **SET_BACK,
         notes=["0000/0 reaches 30, and 0001 continues it only up to 20: 10 sequences of 21..30 of another history"],
     ),
     "partitions set back": Kind(
@@ -464,13 +465,7 @@ KINDS: dict[str, Kind] = {
         missing="that it continues is the same stream only up to 20",
     ),
     "cut anew": Kind(before=two(9), then=deletes(4), between=cuts, after=two(5), incarnation=1, cut=2),
-    "T, before it was set back": Kind(
-        between=acts(set_back(20), puts(15), resolves()),
-        incarnation=1,
-        to_t=True,
-        missing="of another history (restore ",
-        same_state=False,
-    ),
+    "T, before it was set back": Kind(**SET_BACK, to_t=True, missing="of another history (restore ", same_state=False),
     # Lost from the archive
     "retired": Kind(lost=retires(11), missing="after retention of the archive, and the stream at 1"),
     "a hole": Kind(then=puts(5), lost=loses(lambda coverage: coverage.last == 30), missing="no segment covers 1..30"),

@@ -84,16 +84,9 @@ async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(be
     name = unique("NODES")
     feed: dict[str, Any] = {"stream": name}
     centre = over(bench, name)
-    page = Page(
-        "A stream that cannot come back as it was",
-        {
-            "site.yaml": str(configuration(bench, feed)),
-            "central.yaml": str(centre.write()),
-            "us-east": SITE,
-            "NODES": name,
-            "FLEET": centre.target,
-        },
-    )
+    files = {"site.yaml": str(configuration(bench, feed)), "central.yaml": str(centre.write())}
+    names = {"us-east": SITE, "NODES": name, "FLEET": centre.target}
+    page = Page("A stream that cannot come back as it was", files | names)
     await bench.make_stream(name)
     await bench.publish(name, (b"%d" % n for n in range(300)))
     running = bench.start(bench.settings(feed))

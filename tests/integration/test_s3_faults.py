@@ -124,9 +124,7 @@ def test_answers_that_boto_does_not_retry_are_retried(
     monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=waits.append))
 
     def busy(exchange: Exchange) -> Answer:
-        answer = refuse(status, code)(exchange)
-        assert answer is not None
-        return without(answer, "retry-after", *([("Retry-After", named)] if named else []))
+        return without(refuse(status, code)(exchange), "retry-after", *([("Retry-After", named)] if named else []))
 
     far.proxy.on("put", busy, times=1)
     far.objects.put("k", b"1")

@@ -219,10 +219,8 @@ async def test_rows_of_the_partitions_before_count_by_the_new_filter_in_the_orde
     site.part = type(site.part)(SITE, site.part.settings, 0, "nodes.n1")
     found = await site.resume(391, 1, chain=now, first=391)
     last = max(m.timestamp_ns for m in log[:390] if m.subject == b"nodes.n1")
-    assert (found.is_rebuilt, [(k.value, k.copied_ns) for k in found.sampler.freeze().iter_keys()]) == (
-        True,
-        [("n1", last)],
-    )
+    copied = [(k.value, k.copied_ns) for k in found.sampler.freeze().iter_keys()]
+    assert (found.is_rebuilt, copied) == (True, [("n1", last)])
     [ref] = site.snapshots(now).list()
     assert ref.position == 391
     again = await site.resume(391, 1, chain=now, first=391)

@@ -325,7 +325,6 @@ def test_wanted_rows_of_a_large_segment_are_read_by_ranges(local: LocalObjects, 
 def test_a_large_segment_may_be_corrupt_gone_or_away(local: LocalObjects, make: Make, large: Large) -> None:
     ref, rows = large
     raw = local.get(ref.key)
-    assert raw is not None
     local.put(ref.key, damaged(raw, raw.index(rows[50].payload[:64]) + 1000))
     store = make(local)
     assert rows_of(store, ref, SequenceRange(1, 5)) == rows[:5]

@@ -60,12 +60,8 @@ async def test_each_process_reports_its_state_and_how_far_its_streams_are(bench:
         store.on(verb, perhaps)
 
     def reports(end: int, last: int) -> bool:
-        heartbeat = heartbeat_of(bench, stream)
-        return heartbeat is not None and (heartbeat.state, heartbeat.end, heartbeat.source_last) == (
-            "reading",
-            end,
-            last,
-        )
+        found = heartbeat_of(bench, stream)
+        return found is not None and (found.state, found.end, found.source_last) == ("reading", end, last)
 
     async with bench.egress({"stream": stream}, tuning=LIVELY, objects=store):  # type: ignore[arg-type]
         await bench.publish(stream, [b"x"] * 50)

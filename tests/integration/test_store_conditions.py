@@ -86,7 +86,6 @@ async def test_a_copy_begins_once_for_all_and_a_gap_is_passed_and_written_down(
     async with centre.running():
         await centre.carried(client, 13)
     raw = archive.objects.get(archive.documents.layout.start_document(centre.target, CHAIN.site, CHAIN.feed))
-    assert raw is not None
     assert FeedStart.from_json(raw).sequence == 8
     [gap] = archive.documents.skipped_gaps(centre.target, CHAIN)
     assert (str(gap.range), await KeyValue(client, centre.state_bucket).keys("claims.")) == ("11..20", [])

@@ -237,12 +237,7 @@ async def test_no_role_may_do_more_than_its_file(limited: SeaweedFS) -> None:
         if may(role, method, key)
     }
     reads = {(role, "GET", key) for role in ROLES if role != "egress" for key in (mine, other, tail, of_other)}
-    writes = {
-        ("egress", "PUT", mine),
-        ("egress", "PUT", tail),
-        ("compaction", "PUT", mine),
-        ("compaction", "PUT", other),
-    }
+    writes = {*(("egress", "PUT", key) for key in (mine, tail)), *(("compaction", "PUT", key) for key in (mine, other))}
     assert allowed == reads | writes | {("egress", "GET", mine), ("egress", "GET", tail)}
     assert not may("operator", "DELETE", tail)
     assert not may("compaction", "DELETE", tail)

@@ -69,24 +69,12 @@ def a_token(rng: random.Random, wildcards: int) -> str:
     """One token of a destination: mostly good, sometimes out of range."""
     n, m = rng.randint(1, wildcards + (rng.random() < 0.05)), rng.randint(0, 7)
     space = rng.choice(["", " "])
-    return rng.choice(
-        [
-            "lit",
-            "$x",
-            f"${n}",
-            f"{{{{wildcard({n})}}}}",
-            f"{{{{ Wildcard({n}) }}}}",
-            f"{{{{partition({rng.randint(0, 9)},{space}{n})}}}}",
-            f"{{{{partition({rng.randint(1, 99)})}}}}",
-            f"{{{{partition(7,{n},{rng.randint(1, wildcards)})}}}}",
-            f"{{{{split({n},-)}}}}",
-            f"{{{{Split({n},{space}{rng.choice(['y', '-x', 'de', '--'])})}}}}",
-            f"{{{{splitFromLeft({n},{m})}}}}",
-            f"{{{{splitFromRight({n},{space}{m})}}}}",
-            f"{{{{SliceFromLeft({n},{m})}}}}",
-            f"{{{{sliceFromRight({n},{m})}}}}",
-        ]
-    )
+    parts = f"partition({rng.randint(0, 9)},{space}{n})", f"partition({rng.randint(1, 99)})"
+    splits = f"split({n},-)", f"Split({n},{space}{rng.choice(['y', '-x', 'de', '--'])})"
+    ends = f"splitFromLeft({n},{m})", f"splitFromRight({n},{space}{m})"
+    slices = f"SliceFromLeft({n},{m})", f"sliceFromRight({n},{m})", f"partition(7,{n},{rng.randint(1, wildcards)})"
+    calls = *parts, *splits, *ends, *slices, f"wildcard({n})", f" Wildcard({n}) "
+    return rng.choice(["lit", "$x", f"${n}", *(f"{{{{{call}}}}}" for call in calls)])
 
 
 def a_subject(rng: random.Random, source: str, name: str) -> bytes:

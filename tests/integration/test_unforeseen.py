@@ -298,12 +298,8 @@ def _down(_self: object, *args: object) -> bool:
 @pytest.mark.parametrize(
     "place",
     [
-        *(
-            "egress.feed:PartitionFeed._work_under_lease",
-            "egress.feed:PartitionFeed._stop_after_hand_over",
-            "common.observe.monitor:Health.beat",
-        ),
-        *("egress.feed:_deadline", "egress.heartbeats:Reachability.set_nats"),
+        *("egress.feed:PartitionFeed._work_under_lease", "egress.feed:PartitionFeed._stop_after_hand_over"),
+        *("common.observe.monitor:Health.beat", "egress.feed:_deadline", "egress.heartbeats:Reachability.set_nats"),
     ],
 )
 async def test_ownerless_errors_end_egress(

@@ -19,7 +19,6 @@ from common.archive.segment import Reason, SegmentRef
 from common.chain import Chain
 from common.errors import Refused
 from common.objects.open import open_objects
-from common.objects.port import PagedStore
 from common.sequences import SequenceRange
 from common.settings.root import StoreSettings
 from compaction.run import LocalRunner
@@ -376,7 +375,6 @@ def test_foreign_keys_are_counted_and_named(tmp_path: Path, s3: SharedS3, monkey
         archive.objects.put(key, b"?")
     monkeypatch.setattr("common.objects.s3.KEYS_PER_PAGE", 2)
 
-    assert isinstance(archive.objects, PagedStore)
     found = find_foreign_keys(archive.objects, archive.layout)
     assert (sorted(found.keys), found.count, found.is_complete) == (sorted(JUNK), len(JUNK), True)
     assert f"does not read: {len(JUNK)}" in found.lines()[0]

@@ -39,11 +39,8 @@ def test_keys_beside_the_segments_are_read_back_and_differ(
 ) -> None:
     chain = state.chain
     document, tail, key = layout.chain_document(chain), layout.tail(chain), layout.state(state)
-    assert (layout.parse_chain_document(document), layout.parse_tail(tail), layout.parse_state(key)) == (
-        chain,
-        chain,
-        state,
-    )
+    found = layout.parse_chain_document(document), layout.parse_tail(tail), layout.parse_state(key)
+    assert found == (chain, chain, state)
     assert key.startswith(layout.states_prefix(chain))
     for other in (tail, key, layout.floor_document(chain), layout.stream_document(chain)):
         assert (layout.parse_chain_document(other), layout.parse_segment(other)) == (None, None)

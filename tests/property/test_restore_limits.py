@@ -111,18 +111,9 @@ class ChangingStream:
             for each in batches
             for within in [SequenceRange(each[0].sequence, each[-1].sequence)]
         ]
-        plan = RestorePlan(
-            RestoreRequest(CHAIN.site, CHAIN.feed),
-            (ReplayChain(ChainRange(CHAIN, SequenceRange(1, end)), tuple(parts)),),
-            newest=CHAIN,
-            begin=1,
-            end=end,
-            archived_end=end,
-            created="",
-            config=config,
-            deletions=deletions,
-            configs=tuple(configs),
-        )
+        chains = (ReplayChain(ChainRange(CHAIN, SequenceRange(1, end)), tuple(parts)),)
+        request, captured = RestoreRequest(CHAIN.site, CHAIN.feed), ((), deletions, tuple(configs))
+        plan = RestorePlan(request, chains, CHAIN, 1, end, end, "", config, *captured)
         return left, [*resurrected_lines(plan)]
 
 

@@ -42,15 +42,8 @@ def test_what_goes_is_due_and_not_needed_and_all_that_is_so_goes(
 ):
     need = need or MAX_SEQUENCE
     times = times_of(segments, leads)
-    plan = plan_floor(
-        cover([s for s in segments if s.coverage.last >= floor], floor),
-        floor,
-        rule,
-        NOW,
-        excess,
-        need,
-        lambda segment: times[segment.key],
-    )
+    held = cover([s for s in segments if s.coverage.last >= floor], floor)
+    plan = plan_floor(held, floor, rule, NOW, excess, need, lambda segment: times[segment.key])
 
     due: list[tuple[SegmentRef, SequenceRange]] = []
     left = excess

@@ -39,14 +39,9 @@ class Service:
         """Start it; nothing if it runs. `env`: for this time only."""
         if not self.runs():
             self.log_size = self.log.stat().st_size if self.log.exists() else 0
+            environ = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env, **env}
             with self.log.open("ab") as log:
-                self._process = spawn(
-                    self._command,
-                    stdout=log,
-                    stderr=log,
-                    cwd=self._tree,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", **self._env, **env},
-                )
+                self._process = spawn(self._command, stdout=log, stderr=log, cwd=self._tree, env=environ)
         return self
 
     def runs(self) -> bool:

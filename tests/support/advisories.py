@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,21 +75,12 @@ class World:
         self,
         client: FloeClient | None = None,
         *,
-        outbox: Sequence[Advisory] = (),
         clock: Clock | None = None,
         may_send: Callable[[], bool] = lambda: True,
-        ack_timeout_s: float = 0.5,
+        **more: Any,
     ) -> AdvisorySender:
-        return sender_class(self.part)(
-            self.part,
-            Chain(SITE, self.feed),
-            client or self.client,
-            clock or SystemClock(),
-            random.Random(1),
-            outbox=outbox,
-            may_send=may_send,
-            ack_timeout_s=ack_timeout_s,
-        )
+        given = self.part, Chain(SITE, self.feed), client or self.client, clock or SystemClock(), random.Random(1)
+        return sender_class(self.part)(*given, may_send=may_send, **{"outbox": (), "ack_timeout_s": 0.5, **more})
 
     async def stored(self, foreign: int = 0) -> list[AdvisoryDocument]:
         """Return the stream's advisories, each checked against its header; beside them are `foreign` other messages."""

@@ -214,11 +214,7 @@ def refs(first: int, *, level: int, size: int, count: int) -> st.SearchStrategy[
     one = st.builds(
         lambda first, length, level, size, age, twin: ref(first, first + length, level, size=size, age=age, twin=twin),
         st.integers(1, first),
-        st.integers(0, 15),
-        st.integers(0, level),
-        st.integers(0, size),
-        st.integers(0, 3000),
-        st.integers(0, 1),
+        *(st.integers(0, most) for most in (15, level, size, 3000, 1)),
     )
     return st.lists(one, max_size=count, unique_by=lambda segment: segment.key)
 

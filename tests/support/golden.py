@@ -45,16 +45,12 @@ ACCEPTED = AcceptedGap(SequenceRange(41, 45), "disk lost, ticket 77", "operator"
 PASSED = AcceptedGap(SequenceRange(12, 15), "accepted", "ingress", "2026-11-20T12:00:00Z", from_hole=True)
 CREATED = "2026-11-20T09:00:00.123456789Z"
 CONFIG = captures.CapturedConfig("2026-11-20T10:00:00Z", 40, CREATED, {"name": "NODES", "metadata": {"a": "ä"}})
-CONSUMERS = captures.CapturedConsumers(
-    "2026-11-20T10:00:30.5Z",
-    40,
-    (
-        captures.CapturedConsumer(
-            {"name": "app", "durable_name": "app", "ack_policy": "explicit"}, CREATED, 9, 8, 7, 6, 2, 1
-        ),
-        captures.CapturedConsumer({"name": "new"}, CREATED, paused=True),
-    ),
+APP = {"name": "app", "durable_name": "app", "ack_policy": "explicit"}
+BOTH = (
+    captures.CapturedConsumer(APP, CREATED, 9, 8, 7, 6, 2, 1),
+    captures.CapturedConsumer({"name": "new"}, CREATED, paused=True),
 )
+CONSUMERS = captures.CapturedConsumers("2026-11-20T10:00:30.5Z", 40, BOTH)
 DELETIONS = captures.CapturedDeletions("2026-11-20T10:01:00Z", 60, 2, 61, ((3, 8), (10, 10)))
 
 ROWS = [

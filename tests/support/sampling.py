@@ -101,18 +101,15 @@ class SampledArchive:
     ) -> SegmentRef:
         """Put a segment with `rows`; `examined`: the last message read, by default the last row."""
         missing = len(coverage) - len(rows)
-        spooled = write_segment(
-            self.store.new_spool(),
-            rows,
-            coverage,
-            group_bytes=group_bytes,
-            chain=chain,
-            level=level,
-            ledger=Ledger({Reason.SAMPLED_OUT: missing} if missing else {}),
-            tip=Tip.of(examined or rows[-1]) if examined or rows else None,
-            sampling=None if digest == "" else self.sampling.to_json(),
-            sampling_digest=self.sampling.digest if digest is None else digest,
-        )
+        fields = {
+            "chain": chain,
+            "level": level,
+            "ledger": Ledger({Reason.SAMPLED_OUT: missing} if missing else {}),
+            "tip": Tip.of(examined or rows[-1]) if examined or rows else None,
+            "sampling": None if digest == "" else self.sampling.to_json(),
+            "sampling_digest": self.sampling.digest if digest is None else digest,
+        }
+        spooled = write_segment(self.store.new_spool(), rows, coverage, group_bytes=group_bytes, **fields)
         ref = self.store.put(spooled)
         spooled.path.unlink()
         return ref
@@ -166,14 +163,9 @@ class SampledArchive:
         archive = Archive(chain, first, self.store, self.chains, None, Pools(*[threads] * 3))  # type: ignore[arg-type]
         try:
             await archive.load_all()
-            return await SamplerResume(
-                self.part,
-                archive,
-                Position(place),
-                SourceStream(CREATED, source, 10**6, source_time_ns, retention=retention),
-                self.snapshots(chain, objects),
-                self.store,
-            ).run(threads)
+            stream = SourceStream(CREATED, source, 10**6, source_time_ns, retention=retention)
+            snapshots = self.snapshots(chain, objects)
+            return await SamplerResume(self.part, archive, Position(place), stream, snapshots, self.store).run(threads)
         finally:
             await threads.wait_idle()
             threads.close()

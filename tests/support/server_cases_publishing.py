@@ -44,13 +44,8 @@ async def expectations(c: Caller) -> None:
     await c.publish("with an id", "calls.a", b"", "Nats-Msg-Id: a")
     await c.publish("id, right", "calls.a", b"", "Nats-Expected-Last-Msg-Id: a", "Nats-Msg-Id: b")
     await c.publish("id, wrong", "calls.a", b"", "Nats-Expected-Last-Msg-Id: a")
-    await c.publish(
-        "two at once, second wrong",
-        "calls.a",
-        b"",
-        "Nats-Expected-Last-Sequence: 6",
-        "Nats-Expected-Last-Subject-Sequence: 9",
-    )
+    two = "Nats-Expected-Last-Sequence: 6", "Nats-Expected-Last-Subject-Sequence: 9"
+    await c.publish("two at once, second wrong", "calls.a", b"", *two)
     await c.state("what is stored")
 
 

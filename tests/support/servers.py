@@ -139,12 +139,8 @@ class SqsServer:
     def start(self) -> None:
         """Start it, empty."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-        self._process = spawn(
-            [sys.executable, "-c", _RUN, str(self.port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
+        command, quiet = [sys.executable, "-c", _RUN, str(self.port)], subprocess.DEVNULL
+        self._process = spawn(command, stdout=quiet, stderr=quiet, env=environment)
         eventually(self._answers)
 
     def stop(self) -> None:

@@ -114,14 +114,9 @@ class SparkCluster:
         }
         environ |= {"SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": JAVA_OPTIONS, "SPARK_LOCAL_IP": host}
         options = ["--host", host, "--properties-file", str(self._conf)]
+        command = [SPARK_HOME / "bin" / "spark-class", words[0], *options, *words[1:]]
         with (self.folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = spawn(
-                [SPARK_HOME / "bin" / "spark-class", words[0], *options, *words[1:]],
-                cwd=self.folder,
-                env={**environ, **env},
-                stdout=log,
-                stderr=log,
-            )
+            self._processes[name] = spawn(command, cwd=self.folder, env={**environ, **env}, stdout=log, stderr=log)
 
     def alive(self) -> int:
         """Return how many workers the master knows to be alive; 0 while it does not answer."""

@@ -27,16 +27,9 @@ def settings(*feeds: dict[str, Any], **egress: Any) -> Settings:
 
 
 EXEMPT = (
-    stream("ORDERS"),
-    stream("TMP_1"),
-    stream("KV_FLOE_STATE"),
-    stream("KV_OURS"),
-    stream("KV_THEIRS", metadata={BUCKET_KEY: "leases"}),
-    stream(metadata={RESTORE_KEY: "x"}),
-    stream("FLOE_DRILL_1"),
-    stream("$MQTT_sess"),
-    stream(mirror={"name": "ORDERS"}),
-    stream(is_copy=True),
+    *map(stream, ("ORDERS", "TMP_1", "KV_FLOE_STATE", "KV_OURS", "FLOE_DRILL_1", "$MQTT_sess")),
+    *(stream("KV_THEIRS", metadata={BUCKET_KEY: "leases"}), stream(metadata={RESTORE_KEY: "x"})),
+    *(stream(mirror={"name": "ORDERS"}), stream(is_copy=True)),
 )
 OTHERS = stream(), stream("KV_CONFIG"), stream("OBJ_FILES"), stream("TMP")
 

@@ -62,10 +62,8 @@ def test_captures_come_back_as_they_were_made(captures: CaptureStore, objects: L
     with pytest.raises(Unavailable, match="never read back"):
         CaptureStore(LAYOUT, refusing_conditions(objects).on("put", answering(None))).put(CHAIN, config(11))
     assert (consumers.consumers[0].name, to_json(config(5, b=1, a=2))) == ("app", to_json(config(5, a=2, b=1)))
-    assert (captures_module.deleted_ranges([]), captures_module.deleted_ranges([3, 4, 5, 9, 11, 12])) == (
-        (),
-        ((3, 5), (9, 9), (11, 12)),
-    )
+    ranges = [captures_module.deleted_ranges(gone) for gone in ([], [3, 4, 5, 9, 11, 12])]
+    assert ranges == [(), ((3, 5), (9, 9), (11, 12))]
 
 
 def test_the_newest_at_or_below_a_sequence_is_meant(captures: CaptureStore, objects: LocalObjects) -> None:

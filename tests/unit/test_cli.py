@@ -434,11 +434,8 @@ def test_progress_is_a_line_every_ten_seconds_or_one_that_is_rewritten_on_a_term
         assert out == ""
     assert shown[False] == "at 10\nat 20\na note\\x1b\n"
     assert ("at 24" in shown[True], "\n" in shown[True].partition("at 24")[0]) == (True, False)
-    assert (format_share(25, 100, 60), format_share(0, 100, 60), format_share(0, 0, 0)) == (
-        " 25%, 3m left",
-        "  0%",
-        "100%",
-    )
+    shares = [format_share(*each) for each in ((25, 100, 60), (0, 100, 60), (0, 0, 0))]
+    assert shares == [" 25%, 3m left", "  0%", "100%"]
 
 
 # floe config check

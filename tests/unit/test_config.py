@@ -384,12 +384,9 @@ def test_secrets_that_others_may_read_are_warned_of_with_the_command_to_paste(
 @pytest.mark.parametrize(
     ("url", "warned"),
     [
-        ("http://store.example:8333", True),
-        ("http://10.0.0.7", True),
+        *((url, True) for url in ("http://store.example:8333", "http://10.0.0.7")),
+        *((f"http://{host}:8333", False) for host in ("localhost", "127.0.0.1", "[::1]")),
         ("https://store.example", False),
-        ("http://localhost:8333", False),
-        ("http://127.0.0.1:8333", False),
-        ("http://[::1]:8333", False),
     ],
 )
 def test_a_store_of_another_host_in_clear_is_refused_or_warned_of(tmp_path: Path, url: str, warned: bool):

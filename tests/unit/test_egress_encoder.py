@@ -33,7 +33,6 @@ from tests.support.segments import columns_of
 CHAIN = Chain("site", "UNIT_ENCODER")
 FEED = FeedSettings(stream="S", inspect_field="id", inspect_duration="1m")  # type: ignore[arg-type]
 SAMPLING = SamplingSettings.from_feed(FEED)
-assert SAMPLING is not None
 
 
 def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:

@@ -374,23 +374,13 @@ def stored(found: FlushRequests, *partitions: int) -> FlushRequests:
     return found.with_answers({FEED[each]: (number, FlushAnswer(0, 9, is_stored=True)) for each in partitions})
 
 
-def test_a_partition_is_asked_alone_and_a_feed_whole():
-    assert asked(NOTHING.with_request(FEED[1:2], COUNTS, "a", 0)) == [1]
-    whole = NOTHING.with_request(FEED, COUNTS, "a", 0)
-    assert (asked(whole), whole.feeds["NODES"].only, asked(stored(whole, 0, 2))) == ([0, 1, 2], (), [1])
-
-
-def test_what_another_command_waits_for_stays_asked():
-    assert asked(NOTHING.with_request(FEED[:1], COUNTS, "a", 0).with_request(FEED[1:2], COUNTS, "b", 1)) == [0, 1]
-    assert asked(stored(NOTHING.with_request(FEED, COUNTS, "a", 0), 0).with_request(FEED[:1], COUNTS, "b", 1)) == [
-        0,
-        1,
-        2,
-    ]
-
-
-def test_what_was_answered_to_another_command_stays_until_it_is_asked_again():
-    again = stored(NOTHING.with_request(FEED[:1], COUNTS, "a", 0), 0).with_request(FEED[1:2], COUNTS, "b", 1)
+def test_a_feed_is_asked_whole_or_in_part_and_what_other_commands_asked_and_were_answered_stays() -> None:
+    one, whole = NOTHING.with_request(FEED[:1], COUNTS, "a", 0), NOTHING.with_request(FEED, COUNTS, "a", 0)
+    assert (asked(one), asked(whole), whole.feeds["NODES"].only) == ([0], [0, 1, 2], ())
+    assert asked(stored(whole, 0, 2)) == [1]
+    assert asked(one.with_request(FEED[1:2], COUNTS, "b", 1)) == [0, 1]
+    assert asked(stored(whole, 0).with_request(FEED[:1], COUNTS, "b", 1)) == [0, 1, 2]
+    again = stored(one, 0).with_request(FEED[1:2], COUNTS, "b", 1)
     assert (asked(again), again.feeds["NODES"].answers.keys()) == ([1], {0})
     assert again.with_request(FEED[:1], COUNTS, "c", 2).feeds["NODES"].answers == {}
 

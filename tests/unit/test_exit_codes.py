@@ -43,7 +43,6 @@ def test_a_certificate_that_is_renewed_elsewhere_is_waited_for(words: str, code:
     error.verify_message = words
     auth: Any = SimpleNamespace(label="the user")
     of_nats = credentials.connect_error(error, "tls://nats:4222", auth, NatsSettings())
-    assert isinstance(of_nats, FloeError)
     assert (of_nats.code, of_nats.exit_code) == ("E-NATS-TLS", code)
     # If the store has answered before, the configuration is not at fault.
     assert isinstance(store_error(words, has_answered=True), Unavailable)

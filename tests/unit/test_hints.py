@@ -126,12 +126,8 @@ def of_chains() -> Iterator[str]:
 def of_replays() -> Iterator[str]:
     former = receipt.Receipt(REQUEST, (), 0, 0, True, 0.0)
     yield from (target.missing_error(HINTS).hint, target.not_empty_error(HINTS, INFO, None).hint, HINTS.source_hint(""))
-    yield from (
-        HINTS.source_hint("NODES"),
-        HINTS.restart_hint(),
-        HINTS.hole_hint(CHAIN, (HOLE, HOLE)),
-        HINTS.command("--again"),
-    )
+    yield from (HINTS.source_hint("NODES"), HINTS.restart_hint(), HINTS.hole_hint(CHAIN, (HOLE, HOLE)))
+    yield HINTS.command("--again")
     yield from (HINTS.refused_hint("E-SUBJECT"), HINTS.refused_hint("E-MSG-TOO-LARGE"))
     yield from (HINTS.not_created_hint(is_taken=True), HINTS.not_created_hint(is_taken=False))
     yield from (receipt.other_replay_error(HINTS, former).hint, receipt.unreadable_replay_error(HINTS, "x").hint)

@@ -65,7 +65,6 @@ class Bench:
     async def again(self, blocks: list[Block]) -> list[int]:
         """Return the rows of an intent over the blocks, after its state was stored and read back, for any size."""
         state = from_json("T", to_json("T", TargetState(Checkpoint(0, "t0"), Intent(0, tuple(Rows(blocks).pieces())))))
-        assert state.intent is not None
         rows = await self.recall().rows(state.intent, 0)
         return [rows.sequence(index) for index in range(rows.count)]
 

@@ -18,7 +18,6 @@ def target(control_headers: Sequence[str] = (), **keys: Any) -> TargetSettings:
 
 def created(**keys: Any) -> dict[str, Any]:
     settings = target(**{"create": {}, **keys})
-    assert settings.create is not None
     return stream_config(settings, settings.create)
 
 

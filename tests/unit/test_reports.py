@@ -161,13 +161,8 @@ def test_csv_holds_no_text_that_a_spreadsheet_takes_for_a_formula():
 
 
 def test_csv_has_a_header_hours_in_utc_and_nothing_for_what_is_not_known(tmp_path: Path):
-    file = io.StringIO()
-    write_csv(
-        reporting.select_hours(
-            traffic(row(0), row(1, lag_known=4, lag_max_ms=1500), row(2)), None, (BEGIN + 7200) * 10**9
-        ),
-        file,
-    )
+    file, table = io.StringIO(), traffic(row(0), row(1, lag_known=4, lag_max_ms=1500), row(2))
+    write_csv(reporting.select_hours(table, None, (BEGIN + 7200) * 10**9), file)
     read = list(csv.DictReader(io.StringIO(file.getvalue())))
     assert [each["hour"] for each in read] == ["2023-11-14T22:00:00Z", "2023-11-14T23:00:00Z"]
     assert ([each["lag_max_ms"] for each in read], read[0].keys()) == (["", "1500"], set(TRAFFIC.names))

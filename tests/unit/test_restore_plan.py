@@ -356,10 +356,8 @@ def test_deleted_sequences_of_a_range_are_those_that_a_filter_removes() -> None:
     row_filter = RetentionFilter({}, GONE)
     for first in range(1, 13):
         for last in range(first, 13):
-            assert row_filter.count_deleted(SequenceRange(first, last)) == len(gone & {*range(first, last + 1)}), (
-                first,
-                last,
-            )
+            within = SequenceRange(first, last)
+            assert row_filter.count_deleted(within) == len(gone & {*range(first, last + 1)}), within
 
 
 def test_the_limit_of_the_account_that_is_in_the_way_is_named() -> None:

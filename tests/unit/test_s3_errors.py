@@ -143,8 +143,6 @@ def test_the_wait_is_the_one_that_the_answer_names() -> None:
 
 def test_the_wait_grows_and_is_bounded_by_the_patience_of_who_asks() -> None:
     busy = answer(408, "408")
-    assert [errors.pause_before(attempt, busy, 60.0) for attempt in (1, 2, 3, 4)] == [
-        *errors.S3_RETRY_PAUSES_S,
-        errors.S3_RETRY_PAUSES_S[-1],
-    ]
+    pauses = [errors.pause_before(attempt, busy, 60.0) for attempt in (1, 2, 3, 4)]
+    assert pauses == [*errors.S3_RETRY_PAUSES_S, errors.S3_RETRY_PAUSES_S[-1]]
     assert errors.pause_before(1, answer(429, "429", retry_after="7"), 5.0) == 5.0

@@ -69,14 +69,8 @@ def test_a_tip_is_written_in_bounded_length_and_read_back_and_other_text_is_refu
 
 def test_a_footer_is_read_back_as_it_was_written() -> None:
     ledger, sampling = Ledger({Reason.SAMPLED_OUT: 7, Reason.LOST: 1}), {"inspect_field": "id", "inspect_duration": 3.5}
-    more = {
-        "level": 1,
-        "ledger": ledger,
-        "sampling": sampling,
-        "sampling_digest": "ab",
-        "inputs": MergeInputs.of(["x"]),
-    }
-    footer = footer_of([message(5), message(7)], SequenceRange(1, 10), **more)
+    more = {"level": 1, "ledger": ledger, "inputs": MergeInputs.of(["x"])}
+    footer = footer_of([message(5), message(7)], SequenceRange(1, 10), sampling=sampling, sampling_digest="ab", **more)
     assert Footer.from_json(footer.to_json()) == footer
     assert footer.is_balanced()
 
