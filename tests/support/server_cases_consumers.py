@@ -66,10 +66,10 @@ async def new_behind_a_start(c: Caller) -> None:
     await c.consumer("new", "N", {"deliver_policy": "new"})
     await c.consumer("beyond", "B", {"deliver_policy": "by_start_sequence", "opt_start_seq": 5})
     await c.fill(2)
-    await c.pull("new", "N", {"batch": 5, "no_wait": True})
+    await c.pull("new", "N", 2)  # not `no_wait`: the consumer learns of a message after its ack
     await c.pull("beyond, not yet", "B", {"batch": 5, "no_wait": True})
     await c.fill(2)
-    await c.pull("beyond", "B", {"batch": 5, "no_wait": True})
+    await c.pull("beyond", "B", 2)
     await c.consumer_state("beyond", "B")
 
 
