@@ -109,9 +109,10 @@ def status(views: Views, config: str, is_archive: bool, is_wide: bool, every: fl
     """Show the state of this site, of the centre, or of the archive.
 
     With `egress.feeds`: each partition of the site, its open segment, the archived position, the holder of its lease.
-    With `ingress.targets`: each chain, the positions of archive and target, the last report of egress. With neither,
-    and if NATS does not answer: the content of the archive. Exit 3: something is stopped, or late or silent for longer
-    than `ingress.silent_after`; 75: NATS does not answer.
+    With `ingress.targets`: each chain, the positions of archive and target, the last report of egress; without an
+    answer of NATS, and with neither: the content of the archive. Exit 3: something is stopped, stalled, lost or
+    damaged, has no lease holder, or is late, silent or waiting for longer than `ingress.silent_after`; 75: NATS or the
+    store does not answer.
 
     \b
     Example: floe status -c site.yaml

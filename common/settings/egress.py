@@ -140,7 +140,7 @@ class FeedSettings(StartSettings):
     )
     inspect_force_field: t.Label = option("", "a field that, when true, lets a message pass")
     inspect_duration: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
-        "0s", "pass one message for each value in this time; needed with sampling"
+        "0s", "pass one message for each value in this time, less at most a tenth and a second; needed with sampling"
     )
     warn_duration: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
         "0s", "report a value that was not seen for this long; 0s: half of `inspect_duration`"
@@ -150,7 +150,7 @@ class FeedSettings(StartSettings):
     advisory: AdvisorySettings = option({}, "documents about new, silent and returning values; with sampling")
     segment: SegmentSettings = option({}, "when a segment is closed")
     capture_consumers: Annotated[t.Period, t.Required] = option(
-        "1m", "how often the stream's consumers are captured, for a restore of it; `never`: not at all"
+        "1m", "how often changed consumers are captured, for a restore; positions alone at most every 5m; or `never`"
     )
     capture_deletes: t.Period = option(
         "",

@@ -57,6 +57,8 @@ async def checkpoint_set(
 ) -> None:
     """Correct the stored state of a target. The service continues by itself, without a restart.
 
+    Only after exit code 4 or 78 has the target ended in its process: then restart ingress.
+
     It shows every position before and after and the effect on messages, and asks for consent. Nothing is published.
 
     \b
