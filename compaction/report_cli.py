@@ -140,7 +140,7 @@ def _show(name: str, output: str, done: ReportRun, as_json: bool) -> int:
     else:
         print_table([[name, done.chains, done.segments, done.size, done.rows, len(done.damaged)]], REPORT_COLUMNS)
     for key in done.damaged:
-        text = f"segment {key}: expected bytes with the digest of its name; the report leaves it out"
+        text = f"segment {key}: expected bytes with the digest of its name, found others; the report leaves it out"
         click.echo(
             DataError(text, hint=f"quarantine it:\n{quarantine_command(key)}", code="E-SEG-CORRUPT").as_text(), err=True
         )

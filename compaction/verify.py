@@ -587,9 +587,9 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
         found = DataError(f"segment {segment.key}: expected bytes with the digest of its name, found others")
     if isinstance(found, Footer):
         return found
-    hint = f"put a good copy back, or quarantine it:\n{quarantine_command(segment.key)}"
-    is_gone = isinstance(found, SegmentGone)
-    return None if is_gone else VerifyProblem("damaged", found.message, hint, segment.coverage)
+    way = "put a good copy back; or quarantine it, with --yes if no other segment covers its sequences"
+    hint = f"{way}:\n{quarantine_command(segment.key)}"
+    return None if isinstance(found, SegmentGone) else VerifyProblem("damaged", found.message, hint, segment.coverage)
 
 
 def _undelete_hint(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:

@@ -348,8 +348,7 @@ class FeedReport:
     def set_damaged(self, found: Mapping[str, str]) -> None:
         self._set(metrics.damaged, len(found))
         for key in found.keys() - self._status.get("damaged", {}).keys():
-            hint = "left out, and read again as far as the stream holds its range; to quarantine it: "
-            hint += quarantine_command(key)
+            hint = f"read again if the stream still holds it; to quarantine it: {quarantine_command(key, '--yes')}"
             self._log("error", "segment damaged", action="segment_damaged", key=key, error=found[key], hint=hint)
         self._show(damaged=dict(found))
 

@@ -58,7 +58,7 @@ def hole_hint(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:
     """Return the commands for a hole. `damaged`: keys of segments that would cover it; their commands come first."""
     if not damaged:
         return hole_remedies(chain, hole)
-    commands = "\n".join(map(quarantine_command, damaged[:MAX_SHOWN_ITEMS]))
+    commands = "\n".join(quarantine_command(key, "--yes") for key in damaged[:MAX_SHOWN_ITEMS])
     text = "put a good copy of the damaged segment back; or quarantine it, so that egress can archive it again:"
     return f"{text}\n{commands}\n{hole_remedies(chain, hole)}"
 

@@ -449,8 +449,9 @@ class QuarantineResult:
     note: str = ""
 
 
-def quarantine_command(key: str) -> str:
-    return floe_command("segments quarantine", shlex.quote(key))
+def quarantine_command(key: str, *options: str) -> str:
+    """Return the command for the object at `key`. It needs `--yes` if no other segment covers the sequences."""
+    return floe_command("segments quarantine", shlex.quote(key), *options)
 
 
 def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> QuarantineResult:
@@ -495,7 +496,7 @@ def _end_note(store: SegmentStore, segment: SegmentRef) -> str:
     feed = shlex.quote(segment.chain.feed)
     return (
         "it is the last segment of its chain: if egress at the site then waits with E-LISTING, accept the "
-        f"listing there: `floe egress resolve -c site.yaml {feed} --believe-listing`"
+        f"listing there:\nfloe egress resolve -c site.yaml {feed} --believe-listing"
     )
 
 

@@ -219,7 +219,7 @@ async def test_damage_that_nothing_covers_is_accepted(client: FloeClient, centre
         await soon(lambda: chain_status(health, centre).get("phase") == "damaged")
         hint = chain_status(health, centre)["hint"]
         [away] = [line for line in hint.splitlines() if line.startswith("floe segments quarantine ")]
-        assert away.endswith(bad.key)
+        assert away.endswith(f"{bad.key} --yes")
         await paste(centre, hint, "gap accept")
 
         check_exact(await centre.carried(client, 15), archive, centre.prefix)

@@ -268,7 +268,7 @@ def test_quarantine_is_refused_for_uncovered_segments_and_for_documents(site: Si
     assert "--believe-listing" not in refused.err
     last = max(site.listed(), key=lambda each: each.coverage.last)
     done = quarantine(last.key, "--yes")  # the high-water mark of egress is there
-    assert (done.code, "resolve -c site.yaml NODES --believe-listing`" in done.err) == (0, True), done
+    assert (done.code, "\nfloe egress resolve -c site.yaml NODES --believe-listing\n" in done.err) == (0, True), done
     for document in (site.layout.chain_document(CHAIN), site.layout.tail(CHAIN), "elsewhere/notes"):
         site.objects.put(document, b"{")
         assert "E-QUARANTINE" in quarantine(document, "--yes").err

@@ -73,7 +73,7 @@ def test_damaged_segments_are_named_with_their_quarantine_command_and_accepted(h
 
     found = find_blocking_hole(holed.store, read_cover(holed.store, holed.documents, CHAIN, 11))
     assert (found.rows, found.kind, found.damaged) == (SequenceRange(11, 20), "damaged", (bad.key,))
-    assert f"\n{quarantine_command(bad.key)}\n" in found.remedies()[0]
+    assert f"\n{quarantine_command(bad.key, '--yes')}\n" in found.remedies()[0]
     assert find_blocking_hole(holed.store, read_cover(holed.store, holed.documents, CHAIN, 5)) is None
     done = accept(holed, 11, 20, "--yes")
     assert (done.code, bad.key in done.err) == (0, True), done
