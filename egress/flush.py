@@ -261,7 +261,7 @@ async def run_flush(settings: Settings, name: str, wait: bool | None, timeout: f
     if not is_done:
         raise Unavailable(f"flush: expected all stored within {timeout:g} s, found {left} not stored", hint=hint)
     if any(row["state"] == NO_HOLDER for row in rows):
-        raise Unavailable(f"flush: {left}: no process holds the lease; the next one flushes", hint=hint, code="E-LEASE")
+        raise Unavailable(f"flush: no process holds the lease of {left}: the next flushes", hint=hint, code="E-LEASE")
     return 0
 
 

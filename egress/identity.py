@@ -217,7 +217,7 @@ def acceptance_key(chain: Chain) -> str:
 
 
 def acceptance_of(state: KeyValue, chain: Chain) -> KvDocument[Acceptance]:
-    hint = f"to discard it, so that the evidence decides: {believe_command(chain)}"
+    hint = f"to discard it, so that the evidence decides:\n{believe_command(chain)}"
     return KvDocument(state, acceptance_key(chain), ACCEPTANCE, kv_error(f"acceptance of {chain}", hint))
 
 
@@ -348,9 +348,9 @@ def verdict_error(
     partition: Partition, chain: Chain, evidence: Evidence, verdict: SourceVerdict, proposal: int | None
 ) -> Stopped:
     """Return the error that stops the chain on a verdict, with the possible choices."""
-    where = f"{chain}: stream {partition.stream}"
-    text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.reason}"
-    text += first_difference_text(evidence, proposal)
+    is_known = verdict.kind is not VerdictKind.UNKNOWN
+    state = f"is {verdict.kind.value.replace('_', ' ')}" if is_known else "cannot be identified"
+    text = f"{chain}: stream {partition.stream} {state}: {verdict.reason}{first_difference_text(evidence, proposal)}"
     if evidence.source is None:
         hint = gone_hint(partition, chain, elsewhere=evidence.affects_others)
     else:

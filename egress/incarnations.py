@@ -161,7 +161,7 @@ class HighWaterMarks:
         return state_key("egress", "mark", *parts)
 
     def _document(self, chain: Chain) -> KvDocument[int]:
-        hint = f"to believe the listing instead: {believe_command(chain)}"
+        hint = f"to believe the listing instead:\n{believe_command(chain)}"
         return KvDocument(self._state, self.key(chain), _MarkForm(), kv_error(f"high-water mark of {chain}", hint))
 
     async def get(self, chain: Chain) -> int | None:
@@ -232,7 +232,7 @@ class Incarnations:
             now = layout_text(configured_layout(self._partition))
             raise Stopped(
                 f"{chain}: begun with {layout_text(layout)}, configured with {now}",
-                hint="restore the former configuration, or stop egress and begin the next incarnation with this one: "
+                hint="restore the former configuration, or stop egress and begin the next incarnation with this one:\n"
                 + repartition_command(chain.feed),
                 code="E-FILTERS",
             )
@@ -345,7 +345,7 @@ class Incarnations:
         layout = self._chains.layout
         return Stopped(
             f"{chain}: a high-water mark at {end}, but neither {layout.stream_document(chain)} nor a chain.json",
-            hint="restore the objects of the archive; or accept their loss, and the feed begins again: "
+            hint="restore the objects of the archive; or accept their loss, and the feed begins again:\n"
             + resolve_command(chain if chain.partition else chain.feed, "--believe-listing --all-incarnations"),
             code="E-EMPTY-ARCHIVE",
         )
@@ -380,7 +380,7 @@ class Incarnations:
         raise Stopped(
             f"{chain}: expected the stream created at {found.created}, found one created at {document.created}",
             hint="two sites under one name? give one of them another `site`, or the feed another `name`; "
-            "or continue with the incarnation after that one: " + resolve_command(chain.feed, "--new-incarnation"),
+            "or continue with the incarnation after that one:\n" + resolve_command(chain.feed, "--new-incarnation"),
             code="E-INCARNATION",
         )
 
@@ -398,7 +398,7 @@ class Incarnations:
             raise Stopped(
                 f"{current}: the stream was recreated twice within an hour",
                 hint="something keeps recreating it, or two sites share one name and each has a stream of this name; "
-                f"the next incarnation begins by itself in {left:.0f} s, or at once: "
+                f"the next incarnation begins by itself in {left:.0f} s, or at once:\n"
                 + resolve_command(current.feed, f"--new-incarnation --from {source_first}"),
                 code="E-MINT-INTERVAL",
             )
@@ -463,7 +463,7 @@ class Closings:
         return state_key("egress", "end", chain.site, chain.feed, f"{chain.incarnation:04d}")
 
     def _document(self, chain: Chain) -> KvDocument[Closing]:
-        hint = "to discard it, so that each partition records its end again, and you decide again: "
+        hint = "to discard it, so that each partition records its end again, and you decide again:\n"
         error = kv_error(f"closing of {chain}", hint + believe_command(chain))
         return KvDocument(self._state, self.key(chain), CLOSING, error)
 

@@ -200,11 +200,11 @@ class Repartition:
 
     async def _judge(self, partition: Partition, worker: Worker) -> ReadContext:
         """Return `Worker.judge_whole`, if the incarnation is still open. Raises as it does, and Unavailable."""
-        context, verdict = await worker.judge_whole(current := await self._load(partition))
+        context, _ = await worker.judge_whole(current := await self._load(partition))
         closing = await worker.handover.closing(current)
         if not await worker.handover.reopen(current, closing):
             raise Unavailable(
-                f"{current.chain}: it is being closed already, although the stream is {verdict.kind.value}",
+                f"{current.chain}: it is being closed already, although the stream is still the same",
                 hint="start egress with its former configuration, wait for its next incarnation, then try again",
             )
         return context

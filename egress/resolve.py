@@ -173,7 +173,7 @@ async def _deleted_error(context: CommandContext, partition: Partition) -> Usage
     if found is None or (deleted := found.deleted.get(name)) is None:
         return None
     text = f"{name}: the stream was deleted, and its feed has ended, at {format_unix(deleted.at)}: {deleted}"
-    again = "nothing is to be decided; created again, it is archived as the next incarnation; as it was, by\n"
+    again = "nothing to decide: if it is created again, its next incarnation begins; to restore it as it was:\n"
     return UsageError(text, hint=again + restore_command(partition.chain, elsewhere=False))
 
 
@@ -279,7 +279,7 @@ def check_same(case: Case) -> Acceptance:
         )
     if not can_be_same(evidence, verdict):
         is_unknown, parted = verdict.kind is VerdictKind.UNKNOWN, first_difference_text(evidence, case.proposal)
-        reason = f"messages differ{parted}" if is_unknown else f"the stream is {verdict.kind.value}"
+        reason = f"messages differ{parted}" if is_unknown else f"the stream is {verdict.kind.value.replace('_', ' ')}"
         raise UsageError(f"{case.chain}: --same is not possible: {reason}", hint="--new-incarnation loses nothing")
     return Acceptance(evidence.source.created, evidence.end)
 

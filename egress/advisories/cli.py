@@ -123,7 +123,7 @@ async def advisories(
     role: Role | None,
     as_json: bool,
 ) -> None:
-    """Show the advisories in STREAM, or those of one VALUE: new, silent, recovered or expired values.
+    """Show the advisories in STREAM, or those of one VALUE: values that are new, silent, back or expired.
 
     Those stored in the last hour, or from --since on. With --json, one document a line.
 

@@ -207,7 +207,8 @@ class AdvisoryReport:
             reason, hint = error.message, error.hint
             if error.code == NO_RESPONDERS_CODE:
                 reason = f"no stream takes {self._template}"
-                hint = f"nats stream add --subjects '{subject_filter(self._template)}'; sending continues by itself"
+                add = f"nats stream add NAME --subjects '{subject_filter(self._template)}' --defaults"
+                hint = f"create one, and sending continues by itself: {add}"
             log.error(
                 "advisories not stored",
                 action="advisories_failed",

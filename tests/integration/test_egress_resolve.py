@@ -120,7 +120,7 @@ async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(alone,
         hint = status["hint"]
         assert "--new-incarnation --from 201" in hint
         assert "--same" not in hint
-        assert "--same is not possible: the stream is rolled_back" in await refused(bench, stream, "--same", "--yes")
+        assert "--same is not possible: the stream is rolled back" in await refused(bench, stream, "--same", "--yes")
         await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 300})
         (shown,) = (await resolve(bench, stream, "--json")).json()
         assert (shown["code"], shown["evidence"][0]) == ("E-ROLLED-BACK", {"sequence": 300, "held": "absent"})
