@@ -156,7 +156,7 @@ def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
     type=SequenceType(),
     is_flag=False,
     flag_value=0,
-    help="New messages begin after it; no value: after all seen.",
+    help="New messages begin after it; without a value: after all that were seen.",
 )
 @click.option("--replicas", type=click.IntRange(1, 5), help="Replicas; default: the former number.")
 @click.option("--no-consumers", is_flag=True, help="Restore no consumers.")
@@ -176,7 +176,7 @@ def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
     type=click.Choice(["auto", "logical", "files"]),
     default="auto",
     show_default=True,
-    help="Form of the archive sent. files: a single server keeps `created` on 2.15 too, so sourcing streams continue.",
+    help="Form of the archive that is sent; files: one server keeps `created` on 2.15 too, as sourcing streams need.",
 )
 @yes_option
 @decision_command

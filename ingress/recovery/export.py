@@ -83,7 +83,7 @@ def _sync(file: IO[bytes]) -> None:
 
 
 def _folder_error(folder: Path, error: OSError) -> Unavailable:
-    act = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "let this user write there"
+    act = "make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "let this user write there"
     hint = f"{act}, or name another folder; the same command begins again"
     return Unavailable(f"{folder}: {error}", hint=hint, code="E-EXPORT-FOLDER")
 

@@ -224,7 +224,7 @@ class GuardedStream:
             raise ConfigError(
                 f"stream {self._name}: is back and in use, but {', '.join(refused)} cannot deliver yet: expected "
                 f"no subscription to {RESTORE_PREFIX}{self._name}.>, found one, such as to `>`",
-                hint=choices(("end that for a moment; the same command continues", repeat_command(self._plan.request))),
+                hint=choices(("end it for a moment; the same command continues", repeat_command(self._plan.request))),
                 code="E-RESTORE-DELIVER",
             )
         return done

@@ -487,8 +487,8 @@ class ArchivedHistory:
         raise DataError(
             f"chain {chain}: rows cannot be read: {'; '.join(map(str, [*problem.causes[:4], problem]))}",
             hint=choices(
-                ("restore the objects; all damaged ones", verify_command(str(chain))),
-                ("quarantine them, and restore the rest", repeat_command(self._request, "--allow-lossy")),
+                ("restore the objects; to list all damaged ones", verify_command(str(chain))),
+                ("or quarantine them, and restore the rest", repeat_command(self._request, "--allow-lossy")),
             ),
             code="E-SEG-CORRUPT",
         )

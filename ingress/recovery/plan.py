@@ -153,7 +153,7 @@ def unrestored_keys(config: Mapping[str, Any], name: str) -> Iterator[str]:
         if config.get(key):
             yield f"{key} is left out: {_UNRESTORED_REASONS[key]}"
     if config.get("mirror") and not config.get("subjects"):
-        yield f"a mirror has no subjects: the server gives the stream {name} as its only one"
+        yield f"a mirror has no subjects: the server gives the stream the subject {name}"
 
 
 _UNRESTORED_REASONS = {

@@ -176,7 +176,7 @@ def room_shortage(plan: RestorePlan, account: Mapping[str, Any], *, copies: int,
         return _room_error(plan.request, f"{text} ({of_stream})", f"raise {of_stream} of the account; then")
     if limits.get("max_bytes_required") and not most:  # the lease bucket has max_bytes if required
         text = "account: expected streams without max_bytes, found that it accepts none (max_bytes_required)"
-        return _room_error(plan.request, text, "set it to false; then")
+        return _room_error(plan.request, text, "set max_bytes_required to false; then")
     limit, used = int(limits.get("max_streams") or 0), int(account.get("streams") or 0)
     if 0 < limit < used + streams:
         found = f"found max_streams {limit}, of which {used} are used"
@@ -220,7 +220,7 @@ _ROOM_ERRORS = {
     10027: ("max_streams of the account is reached", "remove unused streams, or raise it"),
     10028: ("max_memory_store of the server{} is reached", "make room, or raise it"),
     10047: ("max_file_store of the server{} is reached", f"make room, or raise it {_UNSET_NOTE}"),
-    10113: ("the account accepts no stream without max_bytes (max_bytes_required)", "set that to false"),
+    10113: ("the account accepts no stream without max_bytes (max_bytes_required)", "set it to false"),
     10122: ("disk_max_stream_bytes or mem_max_stream_bytes of the account is below its max_bytes", "raise it"),
 }
 _ACCOUNT_LIMITS = {10028: ("max_memory", "max_mem"), 10047: ("max_storage", "max_file")}
@@ -314,10 +314,10 @@ async def _check_subjects(client: FloeClient, plan: RestorePlan) -> None:
             return
         if others := sorted({*map(str, answer.get("streams") or [])} - {plan.name}):
             raise ConfigError(
-                f"stream {plan.name}: expected subject {subject} to be free, found it at stream {others[0]}",
+                f"stream {plan.name}: expected subject {subject} to be free, found it in stream {others[0]}",
                 hint=choices(
                     ("restore it with other subjects", beside(plan.request)),
-                    (f"or take the subject from {others[0]}, and", repeat_command(plan.request)),
+                    (f"or remove it from {others[0]}; then", repeat_command(plan.request)),
                 ),
                 code="E-RESTORE-SUBJECTS",
             )

@@ -244,8 +244,8 @@ def _lost_unread(
 def damaged_error(chain: Chain, keys: Collection[str]) -> DataError:
     shown = ", ".join(sorted(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
     return DataError(
-        f"chain {chain}: expected sound segments, found damaged ones in place of damaged ones: {shown}",
-        hint=choices(("restore the objects; all damaged ones", verify_command(f"{chain.site}/{chain.feed}"))),
+        f"chain {chain}: expected undamaged segments, found only damaged ones: {shown}",
+        hint=choices(("restore the objects; to list all damaged ones", verify_command(f"{chain.site}/{chain.feed}"))),
         code="E-SEG-CORRUPT",
     )
 

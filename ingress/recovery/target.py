@@ -98,9 +98,9 @@ def missing_error(hints: ReplayHints) -> FloeError:
 
 
 def not_empty_error(hints: ReplayHints, info: StreamInfo, document: StreamDocument | None) -> FloeError:
-    ways = [("append the messages", hints.command("--append"))]
+    ways = [("append after its messages", hints.command("--append"))]
     if document is None or document.config.get("name") != hints.request.target:  # the source may hold unarchived ones
-        ways.insert(0, ("empty it, and run the same command again; or", hints.purge_command))
+        ways.append(("or empty it, and run the same command again", hints.purge_command))
     return Stopped(
         f"target {hints.request.target}: expected an empty stream, found {info.messages} messages up to "
         f"sequence {info.last_sequence}",
@@ -124,7 +124,7 @@ def check_source(hints: ReplayHints, document: StreamDocument | None) -> None:
 async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> None:
     """Raise Stopped if ingress has a state of the target: it would stop at the messages of a replay."""
     if await KeyValue(client, state_bucket, optional=True).get(state_key(INGRESS, target)) is not None:
-        elsewhere = "replay into another stream; or empty it and let ingress fill it again"
+        elsewhere = "replay into another stream; or empty this one, and let ingress fill it again"
         raise Stopped(
             f"target {target}: ingress delivers into it, and messages of a replay would be foreign to it",
             hint=choices((elsewhere, checkpoint_command(target, "--forget"))),

@@ -406,7 +406,7 @@ KINDS: dict[str, Kind] = {
         before=puts(0),
         after=puts(0),
         same_config=False,
-        notes=["mirror is left out", "as its only one"],
+        notes=["mirror is left out", "the stream the subject"],
     ),
     # Consumers
     "consumers": Kind(

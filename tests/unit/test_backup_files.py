@@ -79,6 +79,6 @@ def test_an_export_is_repeated_by_its_own_command() -> None:
     assert command.endswith(" us-east/S 'a b' --to-sequence 9 --allow-lossy")
 
 
-@pytest.mark.parametrize(("number", "act"), [(errno.ENOSPC, "free space there"), (errno.EROFS, "let this user write")])
+@pytest.mark.parametrize(("number", "act"), [(errno.ENOSPC, "make room there"), (errno.EROFS, "let this user write")])
 def test_an_error_of_the_folder_names_its_own_remedy(number: int, act: str) -> None:
     assert act in _folder_error(Path("b"), OSError(number, "why")).hint

@@ -119,7 +119,7 @@ def test_the_guarded_configuration_reaches_no_producer_and_the_promoted_one_is_a
     guard = {"name": "T", "subjects": ["_floe.restore.T"], "num_replicas": 1}
     assert planning.guarded_config(promoted, "m") == {**guard, "metadata": {"own": "x", RESTORE_KEY: "m"}}
     assert [line.split()[0] for line in planning.unrestored_keys(config, "T")] == ["mirror", "placement"]
-    assert "gives the stream T as its only one" in [*planning.unrestored_keys({"mirror": {"name": "up"}}, "T")][-1]
+    assert "gives the stream the subject T" in [*planning.unrestored_keys({"mirror": {"name": "up"}}, "T")][-1]
 
 
 def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_again() -> None:
