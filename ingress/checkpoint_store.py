@@ -16,7 +16,7 @@ from common.chain import Chain
 from common.errors import Stopped
 from common.exits import choices
 from common.hints import checkpoint_command
-from common.nats.kv import Bucket, KvDocument
+from common.nats.kv import Bucket, KvDocument, state_key
 from common.sequences import SequenceRange
 from ingress.checkpoint import (
     ChainPositions,
@@ -71,7 +71,7 @@ def from_json(target: str, raw: bytes) -> TargetState:
         moved_positions(state.checkpoint.positions, state.intent.pieces if state.intent else ())
         return state
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StateConflict) as error:
-        remedy = "restore the key from a backup of the bucket; or continue after the messages in the target"
+        remedy = f"restore {state_key(STATE_ROLE, target)} of the state bucket; or continue after the target's messages"
         raise Stopped(
             f"stored state of target {target} cannot be read: {error} (begins {raw[:40]!r})",
             hint=choices((remedy, checkpoint_command(target, "--from-target"))),

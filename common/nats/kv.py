@@ -341,7 +341,7 @@ class KvDocument(Generic[T]):
         except ValueError as error:
             if allow_unreadable:
                 return None, entry.revision
-            raise self._unreadable_error(f"{error} (begins {entry.value[:40]!r})") from error
+            raise self._unreadable_error(f"key {self.key}: {error} (begins {entry.value[:40]!r})") from error
 
     async def put(self, value: T) -> int:
         return await self._bucket.put(self.key, self._codec.encode(value))

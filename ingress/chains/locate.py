@@ -203,7 +203,7 @@ class SegmentLocator:
         start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)
         if not start:
             chain.end_before_start = archived
-            chain.begin_obstacle = "nothing is archived yet from the start of the copy on"
+            chain.begin_obstacle = "nothing is archived yet from its start (start_… keys) on"
             return
         chain.end_before_start = 0
         self._start(chain, first, start)

@@ -80,7 +80,7 @@ class CheckpointEditor:
 
     async def _require_reading(self) -> TargetReading:
         if (reading := await self._reading()) is None:
-            raise CorrectionRefused("expected the target stream, found none", hint="restore it, or use --forget")
+            raise CorrectionRefused(f"{self.target}: expected a stream, found none", hint="restore it, or use --forget")
         return reading
 
     async def _run_scan(self, scan: TargetScan) -> TargetScan:

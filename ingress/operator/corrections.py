@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from common.chain import Chain
 from common.errors import Stopped
+from common.settings.types import format_count
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedNames, TargetState, advance_positions
 from ingress.operator.target_scan import TargetScan
 from ingress.parked import ParkedEntry, ParkedState
@@ -151,7 +152,7 @@ def position_effects(before: Positions, after: Positions) -> list[str]:
 
 
 def scan_after_checkpoint(intent: Intent | None, after: int, last: int) -> TargetScan:
-    """Return an empty scan that will count messages of the open intent; all others there are not ours."""
+    """Return an empty scan that will count messages of the open intent; all others there are foreign."""
     pieces = [piece for piece in intent.pieces if not piece.is_retry] if intent else []
     tried = [(p.chain, p.rows.first) for p in intent.pieces if p.is_retry] if intent else []
 
@@ -187,7 +188,7 @@ def accept(
             f"{scan.gone} messages after target sequence {scan.after} cannot be read any more: expected "
             f"the position of each chain, found {', '.join(least)}",
             hint="give it (--position SITE/FEED/INCARNATION/PARTITION=SEQUENCE for each), or accept the lowest "
-            "(--accept-repeats): gone messages that were ours are then stored twice",
+            "(--accept-repeats): rows among the gone messages are then stored twice",
         )
     positions = {**positions, **given}
     parked = parked_names_after(state.checkpoint, reading.created, positions)
@@ -244,7 +245,7 @@ def _accept_effects(state: TargetState, reading: TargetReading, scan: TargetScan
         lines.append("the open intent is dropped: stop every paused or cut off instance of ingress first")
     lines += _found_lines(scan) + _foreign_lines(scan)
     if scan.unexplained:
-        lines.append("if the state is an old copy, they are ours: use --from-target instead")
+        lines.append("if the stored state is an old copy, Floe wrote them: use --from-target instead")
     return lines + position_effects(checkpoint.positions, positions)
 
 
@@ -258,9 +259,9 @@ def _found_lines(scan: TargetScan) -> list[str]:
 def _foreign_lines(scan: TargetScan) -> list[str]:
     lines = []
     if scan.foreign:
-        lines.append(f"{scan.foreign} messages are not ours; they stay")
+        lines.append(f"{format_count(scan.foreign, 'foreign message')} will stay")
     if scan.unexplained:
-        lines.append(f"{scan.unexplained} messages carry provenance, but are not expected; they stay")
+        lines.append(f"{format_count(scan.unexplained, 'unexpected message')} with the header Floe-Source will stay")
     return lines
 
 

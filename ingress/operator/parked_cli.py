@@ -129,11 +129,10 @@ def _check_deliverable(entry: ParkedEntry, target: str) -> ParkedEntry:
 
     message = f"message {entry.name.sequence} of {entry.name.chain}"
     if entry.state is ParkedState.DELIVERED:
-        found = f"{message}: expected one to deliver, found it delivered"
-        raise _parked_error(found, "to list the parked messages", parked_command(target))
+        raise _parked_error(f"{message} is delivered already", "to list the parked messages", parked_command(target))
     if entry.state is ParkedState.PENDING:
         raise _parked_error(
-            f"{message}: expected one that its chain has passed, found one that it has not",
+            f"{message}: expected one before the position of its chain, found a later one",
             "wait for its turn; if the target already holds it, there is nothing to do; to show the positions",
             floe_command("checkpoint ls"),
         )

@@ -42,7 +42,7 @@ class NoOrigin(Enum):
     """Reason why the last message of the target proves nothing, or contradicts the state."""
 
     GONE = "not held any more, or there is none"
-    FOREIGN = "carries no provenance: Floe did not write it"
+    FOREIGN = "has no header Floe-Source: Floe did not write it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ def _tail_contradiction(state: TargetState, reading: TargetReading, expected: in
         wanted = f"{checkpoint.last_message.chain} {checkpoint.last_message.rows}"
     else:
         is_ours = tail.sequence < checkpoint.positions.get(tail.chain, 0)
-        wanted = "one below the positions"
+        wanted = "a row before the position of its chain"
     return "" if is_ours else f"message {last} is {tail.chain} {tail.sequence}, expected {wanted}"
 
 
@@ -324,7 +324,7 @@ class TargetErrors:
     def _replaced_remedies(self, seen: Sequence[TargetReading]) -> str:
         if not seen or seen[-1].last_sequence == 0:
             return choices(("restore the stream; or fill an empty one from the archive", self._forget))
-        same = "or, if it is the same with another creation time, or delivered messages must not come again"
+        same = "or, if only its creation time changed, or if delivered messages must not come again"
         behind = "restore the stream; or continue after the messages in this one"
         return choices((behind, self._from_target), (same, self._accept))
 
@@ -391,7 +391,7 @@ class TargetStream:
         at = format_time(message.timestamp_ns // NS_PER_S * NS_PER_S)
         header = "without" if provenance is None else "with"
         subject = decode_subject(message.subject)
-        return f"message {place} has subject {subject!r}, was stored at {at}, {header} a Floe-Source"
+        return f"message {place} has subject {subject!r}, was stored at {at}, {header} the header Floe-Source"
 
 
 async def read_target(

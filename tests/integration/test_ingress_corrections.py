@@ -66,10 +66,10 @@ async def test_a_foreign_message_behind_the_checkpoint_is_accepted(client: FloeC
     await foreign(client, centre)
     centre.archive.put(rows_of(31, 40))
     stop, done = await resumes(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 40)))
-    assert "1 messages are not ours; they stay" in done.out
+    assert "1 foreign message will stay" in done.out
     at = f"{time.gmtime().tm_year}-"
     assert f"message 31 has subject '{centre.target}.foreign', was stored at {at}" in stop["why"]
-    assert stop["why"].endswith("without a Floe-Source")
+    assert stop["why"].endswith("without the header Floe-Source")
 
 
 async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(client: FloeClient, centre: Centre) -> None:

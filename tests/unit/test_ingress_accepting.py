@@ -65,7 +65,7 @@ def test_a_chain_of_an_open_intent_is_neither_moved_nor_forgotten_and_others_are
 def test_a_target_is_accepted_with_what_it_holds_and_without_what_it_lost() -> None:
     foreign = accept(CLOSED, reading(102, NoOrigin.FOREIGN), scan(100, 102, (101, None, 0), (102, None, 0)), {})
     assert foreign.after == TargetState(Checkpoint(102, "t0", {A: 11, B: 5}, foreign_upto=102))
-    assert foreign.effects == ["2 messages are not ours; they stay"]
+    assert foreign.effects == ["2 foreign messages will stay"]
     lost = accept(CLOSED, reading(90), scan(100, 90), {})
     assert positions(lost.after) == {A: 11, B: 5}
     assert lost.effects[0].startswith("10 stored messages are gone")
@@ -104,7 +104,7 @@ def test_what_is_no_row_of_the_open_intent_does_not_count() -> None:
     correction = accept(OPEN, reading(103, Origin(B, 2)), seen, {})
 
     assert positions(correction.after) == {A: 12, B: 5}
-    assert "2 messages carry provenance, but are not expected; they stay" in correction.effects
+    assert "2 unexpected messages with the header Floe-Source will stay" in correction.effects
     closed = accept(CLOSED, reading(101), scan(100, 101, (101, A, 500), state=CLOSED), {})
     assert positions(closed.after) == {A: 11, B: 5}
 
