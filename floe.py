@@ -27,7 +27,7 @@ COMMANDS = {
     "compact": Entry("compaction.cli:compact", "Merge small segments into larger ones."),
     "report": Entry("compaction.report_cli:report", "Make tables of the archive: newest messages, traffic."),
     "advisories": Entry("egress.advisories.cli:advisories", "Show the advisories of samplers, from their stream."),
-    "state": Entry("egress.sampling.cli:state", "Show the senders that the sampler of a feed knows."),
+    "state": Entry("egress.sampling.cli:state", "List the values that the samplers of a site know."),
     "fleet": Entry("egress.sampling.fleet:fleet", "List the senders of every site, and when each was last seen."),
     "segments": Entry("common.segments_cli:segments", "List, show and verify segments."),
     "consumers": Entry("common.segments_cli:consumers", "Show the captured positions of consumers."),

@@ -680,5 +680,5 @@ def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFindi
         "the spool holds an open segment of each partition, up to `segment.max_size` before compression, or the output "
         "of a merge; a full disk stops them with E-SPOOL until space is free"
     )
-    todo = "free space, set `spool_dir` to a larger disk, or lower `segment.max_size` (`max_size` of a level)"
+    todo = "make room, set `spool_dir` to a larger disk, or lower `segment.max_size` (`max_size` of a level)"
     return [ok("disk", "spool", str(folder)), problem("disk", "space", found, meaning, todo)]

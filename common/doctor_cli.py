@@ -356,7 +356,7 @@ def _durability(info: StreamInfo) -> DoctorFinding:
         meaning = (
             "a killed server loses messages that it acknowledged; those that egress had not read are in no archive"
         )
-        do = "if that may not be: create the stream again without it; no server changes it"
+        do = "unless you accept that, create the stream again without it: no server changes it later"
         return warning("nats", "durability", f"{info.name}: persist_mode async", meaning, do)
     if config.get("storage") == "memory":
         kept = "in memory: a restart of all its servers loses what egress has not read"

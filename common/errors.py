@@ -131,7 +131,7 @@ class UnexpectedError(FloeError):
             return error
         known = cls(
             f"{work}: {type(error).__name__}: {error}" if work else f"{type(error).__name__}: {error}",
-            hint="this is a bug, or memory ran out: keep the log; the work that ended restarts by itself",
+            hint="this is a defect, or memory ran out: keep the log; the work that ended restarts by itself",
         )
         known.__cause__ = error
         return known

@@ -97,7 +97,7 @@ def _as_floe_error(error: BaseException) -> FloeError:
         return FloeError(f"{path}{error.strerror}", code=code)
     return FloeError(
         f"{type(error).__name__}: {error}",
-        hint="this is a bug; --debug or FLOE_DEBUG=1 shows details",
+        hint="this is a defect; --debug or FLOE_DEBUG=1 shows more",
         code="E-UNEXPECTED",
     )
 

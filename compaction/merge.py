@@ -286,8 +286,8 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
     needed = int(output.size * SPOOL_SIZE_FACTOR) + max(s.size for s in output.inputs)
     if (free := shutil.disk_usage(path.parent).free) < needed:
         raise Unavailable(
-            f"spool folder: expected {needed} free bytes to merge {output.coverage}, found {free}",
-            hint="free space there or set spool_dir",
+            f"spool folder {path.parent}: expected {needed} free bytes to merge {output.coverage}, found {free}",
+            hint="make room there, or set spool_dir",
             code="E-SPOOL",
         )
     footers: dict[str, Footer] = {}

@@ -35,7 +35,7 @@ log = get_logger(__name__)
 
 FORMAT_VERSION = 1
 TOMBSTONE_MAX_BYTES = 16 << 20
-FORGED_HINT = "it deletes no segment; find out its writer, then quarantine it"
+FORGED_HINT = "it deletes no segment; find its writer, then quarantine it"
 
 _NAME = re.compile(r"(?P<last>\d{20})-(?P<first>\d{20})-(?P<digest>[0-9a-f]{16})\.json")
 

@@ -92,7 +92,7 @@ class Spool:
 
 
 def spool_error(folder: Path, error: OSError) -> Unavailable:
-    return Unavailable(f"spool folder {folder}: {error}", hint="free space there or set spool_dir", code="E-SPOOL")
+    return Unavailable(f"spool folder {folder}: {error}", hint="make room there, or set spool_dir", code="E-SPOOL")
 
 
 def _lock_folder(folder: Path) -> int:

@@ -214,7 +214,7 @@ class Lease:
                 return "it was not renewed in time"
             if (is_renewed := await self._renew(kv, check_alive)) is None:
                 self._deadline = float("-inf")  # for a holder that looks before it learns of the loss
-                return "another owner holds it, or it expired"
+                return "another process holds it, or it expired"
             pause = self._ttl / (3 if is_renewed else 10)
             # `asyncio.wait_for` in Python 3.11 loses a cancellation that comes together with its result.
             if (task := asyncio.current_task()) is not None and task.cancelling():

@@ -183,7 +183,7 @@ def test_a_poor_locale_does_no_harm(tmp_path: Path):
         (OSError(errno.ENOSPC, "No space left", "/spool/x"), 1, "error[E-DISK]: /spool/x: No space left"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "error[E-OS]: /x: Permission denied"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "error[E-OS]: Broken pipe"),  # a broken connection
-        (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a bug; --debug or FLOE_DEBUG=1 shows details"),
+        (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a defect; --debug or FLOE_DEBUG=1 shows more"),
         (BaseExceptionGroup("tasks", [asyncio.CancelledError(), Stopped("c")]), 1, "error[E-STOPPED]: c"),
         (KeyboardInterrupt(), 130, ""),
         (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
