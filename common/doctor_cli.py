@@ -216,7 +216,7 @@ def _limits(account: Mapping[str, Any]) -> DoctorFinding:
             full.append(f"{name} {now} of {limit}")
     if not full:
         return ok("nats", "jetstream", ", ".join(texts))
-    meaning = "the account is at its limit: targets refuse messages, or buckets and consumers cannot be made"
+    meaning = "the account is near its limit: then targets refuse messages, and no bucket or consumer can be made"
     return warning(
         "nats", "jetstream", ", ".join(full), meaning, "raise the limit of the account, or remove unused streams"
     )

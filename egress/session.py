@@ -277,7 +277,7 @@ class Session:
     async def _watch_lease(self) -> None:
         await self._lease.lost.wait()
         chain = self._archive.chain
-        self._end_with(LeaseLost(f"lease of {chain}: another instance holds it, or it was not renewed"))
+        self._end_with(LeaseLost(f"lease of {chain}: another process holds it, or it was not renewed"))
 
     async def _check(self) -> None:
         while not self._ended.is_set:
