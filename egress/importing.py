@@ -72,7 +72,7 @@ class Backup:
             found = [path for name in DATA_FILES if (path := folder / name).is_file()]
         except OSError as error:
             raise UsageError(
-                f"{folder / META_FILE}: expected a backup of the command `nats`, {error.strerror}"
+                f"{folder / META_FILE}: expected a backup of the command `nats`, found: {error.strerror}"
             ) from None
         try:
             if len(raw) > MAX_META_BYTES:

@@ -86,7 +86,7 @@ class Document(Generic[D]):
     decode: Callable[[bytes], D]
     check: Callable[[D], str] = lambda _: ""
     max_bytes: int = MAX_DOCUMENT_BYTES
-    hint: str = "compare it with a good copy; it is not used"
+    hint: str = "put a good copy in its place; until then it is not used"
     claims: PutOnceClaims | None = None
 
     # Reading

@@ -95,7 +95,7 @@ def check_folder(folder: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UsageError(f"{folder}: expected a folder, found {error.strerror}") from error
+        raise UsageError(f"{folder}: expected a folder, found: {error.strerror}") from error
     if META_FILE in found or {*found} - {DATA_FILE, "backup.tmp"}:
         raise UsageError(f"{folder}: expected an empty folder or none, found {', '.join(found[:3])}")
 

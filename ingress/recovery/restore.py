@@ -127,7 +127,7 @@ class RestoreReport:
 
     def lines(self) -> Iterator[str]:
         if names := ", ".join(self.finished_consumers):
-            yield f"stream {self.plan.name}: was brought back before; deliver again: {names}"
+            yield f"stream {self.plan.name}: was brought back earlier; delivering again: {names}"
             return
         rate = f"{self.rows / max(self.seconds, 0.001):,.0f} msg/s"
         took = f"{size_words(self.bytes)} sent in {duration_words(self.seconds)}, {rate}"

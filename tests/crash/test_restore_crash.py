@@ -99,7 +99,7 @@ async def test_killed_between_its_promotion_and_the_last_push_consumer(bench: Be
         there = {each["name"]: each["config"]["deliver_subject"] for each in await list_consumers(bench.client, stream)}
         assert {name for name, subject in there.items() if subject != pushed[name]} == left
     done = await floe(*words)
-    assert (done.code, done.out) == (0, f"stream {stream}: was brought back before; deliver again: two\n"), done
+    assert (done.code, done.out) == (0, f"stream {stream}: was brought back earlier; delivering again: two\n"), done
     there = {each["name"]: each["config"]["deliver_subject"] for each in await list_consumers(bench.client, stream)}
     assert there == pushed
     assert await back.contents(bench, stream) == before

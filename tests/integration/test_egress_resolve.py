@@ -165,7 +165,7 @@ async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_wor
     await bench.publish(stream, [b"later"] * 5)
     async with bench.egress({"stream": stream}) as running:
         status = await running.stopped(stream)
-        assert "is unknown" in status["why"]
+        assert "cannot be identified" in status["why"]
         hint = status["hint"]
         assert "--new-incarnation --from 11\n" in hint
         assert "continues after 10: it holds no message up to there, so nothing is repeated or lost:\n" in hint

@@ -494,7 +494,7 @@ async def test_push_consumers_deliver_once_their_subjects_are_free(bench: Bench)
     preview = await floe(*words, "--dry-run")
     assert "an earlier restore has brought it back; to do: let first, second deliver again" in preview.out
     done = await ran(*words)
-    assert done.out == f"stream {stream}: was brought back before; deliver again: first, second\n"
+    assert done.out == f"stream {stream}: was brought back earlier; delivering again: first, second\n"
     await soon(lambda: received == [b"4", b"5", b"6"])
     assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
     await ran(*words, code=78)  # it is there, and nothing is left to do
