@@ -80,7 +80,7 @@ def checkpoint_command(target: str, *options: str) -> str:
 
 def position_command(target: str, chain: Chain, sequence: int) -> str:
     """Return the command that continues `chain` at `sequence`."""
-    return checkpoint_command(target, shlex.quote(str(chain)), f"--sequence {sequence} --yes")
+    return checkpoint_command(target, shlex.quote(str(chain)), f"--sequence {sequence}")
 
 
 def resume_command(target: str, chain: Chain | None) -> str:

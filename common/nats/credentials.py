@@ -222,7 +222,7 @@ def connect_error(error: BaseException, server: str, auth: Credential, settings:
     if isinstance(error, ssl.SSLError):
         return _handshake_error(error, where, settings)
     if is_auth_error(text):
-        hint = "compare it with the users that the server knows"
+        hint = "renew it, or compare it with the users that the server knows"
         return Refused(f"{where} refused {auth.label}: {text.lower()}", hint=hint, code="E-NATS-AUTH")
     if isinstance(error, TimeoutError):
         text = f"no answer within {settings.connect_timeout:g} s"

@@ -75,7 +75,7 @@ class Recall:
         not help: the intent is finished unchanged.
         """
         message, target = f"{error.message}; the row is part of the open intent", self._chains.target
-        drop = checkpoint_command(target, "--accept --yes")
+        drop = checkpoint_command(target, "--accept")
         if error.code != "E-SUBJECT":
             message += f"; max_payload of the server is {self._chains.limits.max_payload}"
             return Stopped(message, hint=oversize_remedies(target), code="E-OVERSIZE-INTENT")

@@ -183,7 +183,7 @@ def oversize_remedies(target: str) -> str:
         "delivery continues by itself",
         (
             "or drop the rest of the intent, so that the chain stops or parks instead",
-            checkpoint_command(target, "--accept --yes"),
+            checkpoint_command(target, "--accept"),
         ),
     )
 

@@ -58,7 +58,7 @@ async def paste(centre: Centre, hint: str, wanted: str) -> None:
     """
     found = re.search(rf"floe ({wanted} -c) \S+ ([^;,()\n]*)", hint)
     assert found, hint
-    asked = ["--yes"] if wanted == "gap accept" else []
+    asked = ["--yes"] if wanted != "chain resume" else []
     done = await floe(*found[1].split(), str(centre.write()), *shlex.split(found[2]), *asked)
     assert done.code == 0, done
 

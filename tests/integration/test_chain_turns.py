@@ -141,7 +141,7 @@ async def test_partitions_that_never_existed_stop_the_incarnation_in_one_line(ar
     assert error.code == "E-STATE-JSON"
     assert error.message.endswith("that have a chain.json, found 2, 3, 4, 5, 6 and 1017 more without one")
     assert len(error.message) < 300
-    assert error.hint.endswith("NODES/0001/0 --sequence 1 --yes")
+    assert error.hint.endswith("NODES/0001/0 --sequence 1")
     assert LATER not in centre.stored
 
 
@@ -294,6 +294,6 @@ async def test_messages_above_64_mib_stop_their_chains_before_they_are_decoded(a
             await soon(lambda: all(state.stopped for state in states))
     for state in states:
         assert (state.stopped.code, state.damaged) == ("E-MSG-TOO-LARGE", set())
-        assert f"{state.chain.site}/NODES/0000/0 --sequence 2 --yes" in str(state.stopped.hint)
+        assert f"{state.chain.site}/NODES/0000/0 --sequence 2" in str(state.stopped.hint)
     assert centre.stored == {BIG: 201}
     assert pool.max_memory() < 32 << 20, "nothing of them is decoded"

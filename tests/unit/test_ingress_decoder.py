@@ -145,7 +145,7 @@ async def test_a_row_that_is_taken_no_more_names_what_works(
     # Neither moving nor resuming the chain helps while the intent is open.
     hint = stop.value.hint
     assert [part in hint for part in ("floe checkpoint set -c ", "--sequence", "chain resume")] == [True, False, False]
-    assert hint.endswith("--target T --accept --yes")
+    assert hint.endswith("--target T --accept")
 
 
 # Memory, and segments that stay open

@@ -87,7 +87,7 @@ def test_rows_up_to_the_first_that_has_no_place_at_the_target_are_ready_and_the_
         why = "at sequence 3: subject 'a..b c' becomes 'fleet.a.b c': it holds a space, tab, CR, LF or NUL"
         assert refusal(result).message == f"chain us-east/NODES/0001/2 stops {why}"
     assert "floe chain resume -c " in refusal(result).hint
-    assert "us-east/NODES/0001/2 --sequence 4 --yes" in refusal(result).hint
+    assert refusal(result).hint.endswith("us-east/NODES/0001/2 --sequence 4")
 
     result = preparer_of(subjects="other.>").prepare(batch_of([message(1)]))
     assert result.batch is None
@@ -113,7 +113,7 @@ def test_a_message_above_what_is_archived_stops_the_chain_and_is_not_parked(monk
 
     assert (result.excluded, [each.message.sequence for each in result.oversize]) == ((2,), [2])
     assert "stops at sequence 3: it needs 13" in refusal(result).message
-    assert "--sequence 4 --yes" in refusal(result).hint
+    assert refusal(result).hint.endswith("--sequence 4")
     assert "on_oversize" not in refusal(result).hint
 
     # An intent that holds it is finished unchanged.
