@@ -440,9 +440,9 @@ def _print_failures(failures: list[Failure], known: list[Failure]) -> int:
     from compaction.failures import exit_code
 
     new = [failure for failure in failures if failure not in known]
-    for failure in new:
-        click.echo(failure.line, err=True)
-        _print_quarantine_commands(failure.suspects)
+    for each in new:
+        click.echo(f"{each.line}; put a good copy back, or quarantine it:" if each.damaged else each.line, err=True)
+        _print_quarantine_commands(each.suspects)
     if known:
         click.echo(f"problems reported before: {len(known)}; --strict reports them again", err=True)
     return exit_code(new)
