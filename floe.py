@@ -49,24 +49,20 @@ COMMANDS = {
     "doctor": Entry("common.doctor_cli:doctor", "Examine store, NATS, Spark and disk, and name remedies."),
     "config": Entry("common.config_cli:config", "Check a configuration."),
     "site": Entry("infra.cli:site", "Make the files of a new site."),
+    "store": Entry("infra.cli:store", "Create the bucket of a configuration."),
     "emulate": Entry("infra.cli:emulate", "Publish messages as a fleet of nodes would."),
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
 }
 
-#: Views of `floe status`, by section of the configuration.
-STATUS_VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operator.status:centre_view"}
-
-#: Checks of `floe doctor` that only one part can make.
-DOCTOR_CHECKS = {"target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark"}
-
-#: Checks of `floe config check` and `floe check` that only one part can make.
-ROLE_CHECKS = {
+#: Functions of one part that a command of another calls: the views of `floe status` by section of the configuration,
+#: checks of `floe doctor`, `floe config check` and `floe check`, and the server that an import starts.
+PART_FUNCTIONS = {
+    "egress": "egress.status:site_view", "ingress": "ingress.operator.status:centre_view",
+    "target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark",
     "contradictions": "ingress.preflight:settings_problems", "check egress": "egress.cli:check_egress",
     "check ingress": "ingress.cli:check_ingress", "check compaction": "compaction.cli:check_compaction",
+    "server": "infra.local.nats:NatsServer",
 }  # fmt: skip
-
-#: Programs that a part starts and only `infra` can run.
-PROGRAMS = {"server": "infra.local.nats:NatsServer"}
 
 #: Commands that a group of one part gets from another part.
 EXTRAS = {"segments": {"verify": "compaction.cli:verify"}}
@@ -146,8 +142,7 @@ def cli(ctx: click.Context, verbose: bool, debug: bool) -> None:  # noqa: ARG001
 
     The configuration is -c FILE, else FLOE_CONFIG, else /etc/floe/floe.yaml.
     """
-    hooks = STATUS_VIEWS | DOCTOR_CHECKS | ROLE_CHECKS | PROGRAMS
-    ctx.obj = {section: functools.partial(resolve_name, target) for section, target in hooks.items()}
+    ctx.obj = {name: functools.partial(resolve_name, target) for name, target in PART_FUNCTIONS.items()}
 
 
 def main() -> None:

@@ -136,7 +136,7 @@ class _CheckCommand(click.Command):
             raise click.exceptions.Exit(CheckState.UNKNOWN) from None
 
 
-#: Loaders of checks that only one part can make: `check PART` of `floe.ROLE_CHECKS`.
+#: Loaders of checks that only one part can make: `check PART` of `floe.PART_FUNCTIONS`.
 PartChecks = Mapping[str, Callable[[], Callable[..., CheckResult]]]
 PARTS = ("egress", "ingress", "archive", "compaction")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from common.migration.write import Imported
     from common.settings.loader import ConfigDocument
 
-#: Loaders of functions that only one role has: `contradictions` of `floe.ROLE_CHECKS`.
+#: Loaders of functions that only one role has: `contradictions` of `floe.PART_FUNCTIONS`.
 RoleFunctions = Mapping[str, Callable[[], Any]]
 
 

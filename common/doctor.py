@@ -29,12 +29,13 @@ from common.clock import Clock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.nats.context import apply_context
 from common.nats.requests import NO_RESPONDERS_CODE, ApiError
+from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.objects.port import (
+    BucketStore,
     ConditionalPutRefused,
     LifecycleRule,
     LinkingStore,
     ObjectStore,
-    PolicyStore,
     read_store_clock,
 )
 from common.service.process import ThreadPool
@@ -271,8 +272,6 @@ def _list_first_key(settings: Settings) -> None:
 
 def _open_objects(settings: Settings) -> ObjectStore:
     """Open the store for probes: it answers within a time that a person waits for."""
-    from common.objects.open import VIEW_TIMEOUT_S, open_objects
-
     return open_objects(settings.store, timeout=max(VIEW_TIMEOUT_S, cap_timeout(settings.nats).connect_timeout))
 
 
@@ -294,12 +293,8 @@ def _listed_prefixes(settings: Settings, roles: Collection[str]) -> tuple[str, .
 
 
 def examine_store(settings: Settings, roles: Collection[str], clock: Clock) -> list[DoctorFinding]:
-    """Probe the store; blocking. `roles`: those with the rights to check."""
-    try:
-        objects = _open_objects(settings)
-    except FloeError as error:
-        return [failed("store", "connection", error)]
-    return list(_StoreProbes(settings, frozenset(roles), clock, objects).findings())
+    """Probe the store; blocking. `roles`: those with the rights to check. Raises as `open_objects`."""
+    return list(_StoreProbes(settings, frozenset(roles), clock, _open_objects(settings)).findings())
 
 
 class _StoreProbes:
@@ -342,11 +337,11 @@ class _StoreProbes:
                 yield "clock", self._clocks
             else:
                 yield from _skip_checks(CHECKS["store"][4:10], "not tested without the right to write")
-        if isinstance(self._objects, PolicyStore):  # a folder is not
+        if isinstance(self._objects, BucketStore):  # a folder is not
             yield "lifecycle", partial(self._lifecycle, self._objects)
             yield "versioning", partial(self._versioning, self._objects)
         yield "layout", self._layout_probe
-        if self._may_write and self._roles == {"egress"} and isinstance(self._objects, PolicyStore):
+        if self._may_write and self._roles == {"egress"} and isinstance(self._objects, BucketStore):
             yield "other sites", self._other_sites
 
     def _run_probe(self, what: str, probe: Callable[[], DoctorFinding]) -> DoctorFinding:
@@ -534,7 +529,7 @@ class _StoreProbes:
         end = ["--endpoint-url", shlex.quote(store.endpoint_url)] if store.endpoint_url else []
         return " ".join(["aws s3api", call, "--bucket", shlex.quote(store.url.partition("://")[2]), *more, *end])
 
-    def _lifecycle(self, bucket: PolicyStore) -> DoctorFinding:
+    def _lifecycle(self, bucket: BucketStore) -> DoctorFinding:
         try:
             rules = self._rules = bucket.lifecycle()
         except (Refused, ConfigError) as error:
@@ -563,7 +558,7 @@ class _StoreProbes:
             )
         return ok("store", "lifecycle", f"{len(rules) or 'no'} rules; none deletes or moves objects that Floe needs")
 
-    def _versioning(self, bucket: PolicyStore) -> DoctorFinding:
+    def _versioning(self, bucket: BucketStore) -> DoctorFinding:
         try:
             status = bucket.versioning()
         except (Refused, ConfigError) as error:

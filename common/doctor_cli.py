@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from common.settings.root import Role, Settings
     from common.settings.service import ServiceSettings
 
-#: Loaders of functions that only one role has: `target` and `spark` of `floe.DOCTOR_CHECKS`.
+#: Loaders of functions that only one role has: `target` and `spark` of `floe.PART_FUNCTIONS`.
 RoleProbes = Mapping[str, Callable[[], Any]]
 
 FINDING_COLUMNS = ("part", "check", "result", "found")

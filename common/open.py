@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from common import exits, logs
 from common.archive.keys import Layout
 from common.errors import ConfigError, UsageError
+from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.service.process import on_hangup
 
 if TYPE_CHECKING:
@@ -98,7 +99,6 @@ def reload_on_hangup(path: str, settings: Settings) -> Iterator[None]:
 def open_store(settings: Settings, objects: ObjectStore | None = None) -> SegmentStore:
     """Open the segment store, on `objects` if given, else on the configured object store."""
     from common.archive.store import SegmentStore
-    from common.objects.open import open_objects
 
     return SegmentStore(
         objects or open_objects(settings.store, creates=False),
@@ -111,16 +111,12 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
 
 def open_for_work(settings: Settings) -> tuple[SegmentStore, ChainStore]:
     """Open the store for a command that works on it: it waits as services do, and logs requests without an answer."""
-    from common.objects.open import open_objects
-
     objects = open_objects(settings.store, log_waits=True, creates=False)
     return open_store(settings, objects), open_chains(settings, objects)
 
 
 def open_for_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
     """Open the store for a command that somebody waits for: it fails after some ten seconds without an answer."""
-    from common.objects.open import VIEW_TIMEOUT_S, open_objects
-
     objects = open_objects(settings.store, timeout=VIEW_TIMEOUT_S, creates=False)
     return open_store(settings, objects), open_chains(settings, objects)
 
@@ -129,6 +125,5 @@ def open_chains(
     settings: Settings, objects: ObjectStore | None = None, claims: PutOnceClaims | None = None
 ) -> ChainStore:
     from common.archive.documents import ChainStore
-    from common.objects.open import open_objects
 
     return ChainStore(objects or open_objects(settings.store, creates=False), Layout(settings.store.prefix), claims)

@@ -1,4 +1,4 @@
-"""The commands that surround Floe: `floe emulate`, `floe demo` and `floe site add`."""
+"""The commands that surround Floe: `floe emulate`, `floe demo`, `floe site add` and `floe store create`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import click
 from click.core import ParameterSource
 
 from common.chain import Chain
-from common.cli import Duration, Size, config_command, json_option, print_json, run_command
+from common.cli import Duration, Size, config_command, config_option, json_option, print_json, run_command
 from common.clock import SystemClock
-from common.errors import UsageError
+from common.errors import FloeError, UsageError
 
 if TYPE_CHECKING:
+    from common.settings.root import StoreSettings
     from common.settings.service import NatsSettings
 
 T = TypeVar("T")
@@ -168,6 +169,46 @@ def add(config: str, name: str, feeds: str, output: str | None, as_json: bool) -
     taken = {pair for target in settings.ingress.targets for pair in target.listed_feeds(pairs)}
     if missing := ["/".join(pair) for pair in pairs if pair not in taken]:
         click.echo(f"in no `sources` of {config}: {', '.join(missing)}", err=True)
+
+
+@click.group()
+def store() -> None:
+    """Prepare the store."""
+
+
+@store.command()
+@config_option
+@run_command
+def create(config: str) -> None:
+    """Create the bucket of `store.url`, or its folder. One that exists is not changed.
+
+    A store with regions creates it in `store.region`. The credential needs s3:ListBucket and s3:CreateBucket, which no
+    role of Floe has: use that of an administrator, in a configuration with `store` alone.
+
+    \b
+    Example: floe store create -c central.yaml
+    """
+    from common.open import load_settings
+
+    settings = load_settings(config, quiet=True).store
+    click.echo(f"{settings.url}: {'created' if _create_bucket(settings) else 'exists already'}")
+
+
+def _create_bucket(settings: StoreSettings) -> bool:
+    """Create the bucket or the folder; return False if there is one. Raises as the verbs of a store."""
+    from common.objects.open import VIEW_TIMEOUT_S, open_objects
+    from common.objects.port import BucketStore
+
+    try:
+        open_objects(settings, timeout=VIEW_TIMEOUT_S, creates=False).list("", limit=1)
+        return False
+    except FloeError as error:
+        if error.code not in ("E-S3-BUCKET", "E-STORE-ROOT"):
+            raise
+    objects = open_objects(settings, timeout=VIEW_TIMEOUT_S)  # a folder is created here
+    if isinstance(objects, BucketStore):
+        objects.create_bucket()
+    return True
 
 
 def _seed(given: int | None) -> int:

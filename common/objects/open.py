@@ -15,12 +15,12 @@ from common.errors import FloeError, Refused
 from common.logs import get_logger
 from common.objects.local import LocalObjects
 from common.objects.port import ChecksumMismatch, ObjectStore
-from common.settings.root import StoreSettings
 from common.settings.types import FileSecret
 
 if TYPE_CHECKING:
     from common.objects.s3 import S3Account
     from common.objects.sqs import SqsQueue
+    from common.settings.root import StoreSettings
 
 log = get_logger(__name__)
 

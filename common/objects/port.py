@@ -220,8 +220,13 @@ class LifecycleRule:
 
 
 @runtime_checkable
-class PolicyStore(Protocol):
-    """A store with a bucket that may change objects itself. Raises as the verbs; ConfigError if it reports nothing."""
+class BucketStore(Protocol):
+    """A store with buckets, which may change objects by rules of their own. Raises as the verbs; ConfigError if it
+    reports no rules.
+    """
+
+    def create_bucket(self) -> None:
+        """Create the bucket, which does not exist."""
 
     def versioning(self) -> str:
         """Return `Enabled`, `Suspended`, or empty: never switched on."""

@@ -363,6 +363,13 @@ class S3Objects:
                 raise
         return enabled_rules(answer)
 
+    def create_bucket(self) -> None:
+        """Create the bucket in the region of the account; the default region must not be named."""
+        region = self._client.meta.region_name
+        place: Any = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+        with self._translate_errors("create", ""):
+            self._client.create_bucket(Bucket=self._bucket, **place)
+
     @measure_call("get")
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         check_key(key)

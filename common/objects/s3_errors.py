@@ -26,6 +26,7 @@ PERMISSIONS = {
     "delete": "s3:DeleteObject",
     "get versioning": "s3:GetBucketVersioning",
     "get lifecycle": "s3:GetLifecycleConfiguration",
+    "create": "s3:CreateBucket",
 }
 
 

@@ -11,6 +11,7 @@ from threading import Thread
 
 import boto3
 import pytest
+import yaml
 
 from common.clock import format_time
 from common.errors import Refused, Unavailable
@@ -20,6 +21,7 @@ from common.settings.root import StoreSettings
 from infra.local.seaweedfs import SeaweedFS
 from tests.support import canaries
 from tests.support.basics import SharedS3
+from tests.support.commands import run_here
 from tests.support.proxies import Answer, Exchange, FaultProxy, refuse
 from tests.support.servers import CREDENTIALS, SqsServer
 
@@ -131,6 +133,18 @@ def test_a_role_signs_requests_to_the_store(monkeypatch: pytest.MonkeyPatch, tmp
                 assert open_objects(StoreSettings(url="s3://some", endpoint_url=proxy.url)).list("") == []
             assert re.fullmatch(key, proxy.shown[0]), proxy.shown
             assert re.fullmatch(token, proxy.shown[1]), "another session token"
+
+
+def test_a_bucket_is_created_in_the_region_of_the_store(tmp_path: Path):
+    with SqsServer() as aws:
+        admin = boto3.session.Session().client("s3", endpoint_url=aws.url, **CREDENTIALS)
+        for region in ("eu-west-1", "us-east-1"):
+            store = {"url": f"s3://in-{region}", "endpoint_url": aws.url, "region": region}
+            keys = {"access_key_id": "AKADMIN", "secret_access_key": "secret-of-an-admin"}
+            (tmp_path / "c.yaml").write_text(yaml.safe_dump({"store": store | keys}))
+            assert run_here("store", "create", "-c", f"{tmp_path}/c.yaml").out == f"s3://in-{region}: created\n"
+            found = admin.get_bucket_location(Bucket=f"in-{region}")["LocationConstraint"]
+            assert found == (None if region == "us-east-1" else region)
 
 
 def test_credentials_are_renewed_early(s3: SharedS3, proxy: Signed, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch):

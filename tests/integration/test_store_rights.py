@@ -249,6 +249,18 @@ async def test_no_role_may_do_more_than_its_file(limited: SeaweedFS) -> None:
     assert not may("compaction", "PUT", "data/_floe/ingress/FLEET/positions.json")
 
 
+async def test_a_bucket_is_created_once_and_by_no_role(roles: Roles) -> None:
+    for role, code, shown in (
+        ("egress", 77, "error[E-S3-DENIED]: "),
+        ("", 0, "s3://another: created\n"),
+        ("", 0, "s3://another: exists already\n"),
+    ):
+        path = Path(roles.config(role))
+        path.write_text(path.read_text().replace("s3://floe", "s3://another"))
+        done = await floe("store", "create", "-c", str(path))
+        assert (done.code, (done.out + done.err).startswith(shown)) == (code, True), done
+
+
 async def test_the_doctor_names_a_missing_right_on_the_bucket(roles: Roles, limited: SeaweedFS) -> None:
     async def found(role: str, credential: str, code: int) -> dict[str, Any]:
         keys, limited.keys[role] = limited.keys[role], limited.keys[credential]
