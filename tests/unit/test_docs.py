@@ -32,7 +32,7 @@ from tests.support.reference import command_at, commands
 from tests.support.segments import batch_of, footer_of, message
 
 ROOT = Path(__file__).parents[2]
-DOCS = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCS = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 ROLES = reference.ROLES
 
 
