@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test minio soak check check-deploy test-servers docs audit bench clean java python other
+.PHONY: help setup native demo test minio soak check check-deploy test-servers docs audit release bench clean java python other
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ docs: $(INSTALLED)  ## the documentation as a site in build/docs; a broken link 
 
 audit: $(VENV)/audit/installed  ## what it is made of (CycloneDX) and known vulnerabilities, from the locks, in build/audit
 	@bash infra/audit.sh
+
+release: $(INSTALLED) $(VENV)/audit/installed  ## wheel, sdist, chart, deb, rpm, CycloneDX, notes and checksums of this commit in dist; built twice and compared
+	@bash infra/release.sh
 
 $(VENV)/audit/installed: infra/local/audit.lock | $(INSTALLED)
 	@$(PYTHON) -m venv $(VENV)/audit

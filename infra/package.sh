@@ -4,6 +4,8 @@
 # FLOE_SYSTEM_PYTHON: the interpreter of the machines it is for, /usr/bin/python3 by default.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# The time of each file, so that the same contents make the same packages on one host.
+export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(date +%s)}
 out=$(mkdir -p "${1:-dist}" && cd "${1:-dist}" && pwd)
 nfpm=${NFPM:-nfpm}
 # python3.11, not python3: that may become another version, and what is installed beside it stays.
@@ -21,7 +23,11 @@ install --no-deps "$FLOE_STAGE"/floe_jetstream-*.whl
 # The environment is built here and runs in /opt/floe.
 rm -f "$venv"/bin/[Aa]ctivate* "$venv"/lib/python*/site-packages/*.dist-info/direct_url.json
 grep -rlIF "$FLOE_STAGE" "$venv/bin" "$venv/pyvenv.cfg" | xargs -r sed -i "s#$FLOE_STAGE##g"
-"$python" -m compileall -q -s "$FLOE_STAGE" -p / "$venv/lib"
+# Without the digests of files that were changed here, or that name the place of the build.
+sed -i -E '/^(\.\.\/){3}bin\/|\/direct_url\.json,/d' "$venv"/lib/python*/site-packages/*.dist-info/RECORD
+set_times() { find "$FLOE_STAGE" -exec touch -h -d "@$SOURCE_DATE_EPOCH" {} +; }
+set_times # also before: bytecode holds the time of its source
+"$python" -m compileall -q --invalidation-mode timestamp -s "$FLOE_STAGE" -p / "$venv/lib"
 
 # Dashboard and rules, for whoever provisions Grafana and Prometheus.
 mkdir -p "$FLOE_STAGE/usr/share/floe"
@@ -38,6 +44,7 @@ esac
 FLOE_VERSION=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("floe-jetstream"))')
 FLOE_PYTHON=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 export FLOE_STAGE FLOE_ARCH FLOE_VERSION FLOE_PYTHON
+set_times
 for kind in deb rpm; do
   "$nfpm" package --config infra/nfpm.yaml --packager "$kind" --target "$out/"
 done
