@@ -15,6 +15,9 @@ refuse() {
   exit 1
 }
 
+# Runs a command, and shows its output only if it fails.
+quietly() { "$@" >"$work/log" 2>&1 || { cat "$work/log" >&2 && refuse "failed: $*"; }; }
+
 # The text below a heading of the second level, which is the second argument, of a page.
 section() { awk -v heading="## $2" '/^## / { shown = $0 == heading; next } shown' "$1"; }
 is_empty() { [ -z "$(section "$@" | tr -d '[:space:]')" ]; }
@@ -61,13 +64,13 @@ build() (
   cd "$1.copy"
   sed -i "s/^version = .*/version = \"$version\"/" pyproject.toml
   sed -i "s/^version: .*/version: $version/; s/^appVersion: .*/appVersion: \"$version\"/" infra/helm/floe/Chart.yaml
-  "$python" -m hatchling build -t sdist -t wheel -d "$1" >/dev/null
+  quietly "$python" -m hatchling build -t sdist -t wheel -d "$1"
   # In the form of `helm package`: files only, the name of the chart before each.
   (cd infra/helm && find floe -type f | sort | tar -c -f - -T - --format=ustar --mtime="@$SOURCE_DATE_EPOCH" \
     --owner=0 --group=0 --numeric-owner --mode=0644) | gzip -n9 >"$1/floe-$version.tgz"
   ln -s "$here/.venv" .venv
-  [ -z "$documents" ] || bash infra/audit.sh "$1" documents >/dev/null
-  [ -z "$packages" ] || bash infra/package.sh "$1" >/dev/null
+  [ -z "$documents" ] || quietly bash infra/audit.sh "$1" documents
+  [ -z "$packages" ] || quietly bash infra/package.sh "$1"
   notes | cat -s >"$1/RELEASE-NOTES.md"
 )
 
