@@ -48,6 +48,17 @@ PUT_ATTEMPTS = 3  # attempts to put an object that is then read back
 D = TypeVar("D")
 
 
+class StoredValue(Protocol):
+    """A value with a stored form. `from_json` raises ValueError."""
+
+    def to_json(self) -> bytes: ...
+    @classmethod
+    def from_json(cls, raw: bytes) -> Self: ...
+
+
+V = TypeVar("V", bound=StoredValue)
+
+
 class PutOnceClaims(Protocol):
     """Arbiter between writers of one document, for stores that refuse conditions. Blocking; not for the event loop."""
 
@@ -636,6 +647,10 @@ class ChainStore:
     def _document(self, key: str, encode: Callable[[D], bytes], decode: Callable[[bytes], D]) -> Document[D]:
         return Document(self.objects, key, encode, decode, claims=self.claims)
 
+    def _document_of(self, key: str, kind: type[V], **more: Any) -> Document[V]:
+        """Return the document that holds a `kind`. `more`: `check` and `max_bytes` of the document."""
+        return Document(self.objects, key, kind.to_json, kind.from_json, claims=self.claims, **more)
+
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         return self._stream(chain).create(document)
 
@@ -647,7 +662,7 @@ class ChainStore:
         return self._stream(chain).read()
 
     def _stream(self, chain: Chain) -> Document[StreamDocument]:
-        return self._document(self.layout.stream_document(chain), StreamDocument.to_json, StreamDocument.from_json)
+        return self._document_of(self.layout.stream_document(chain), StreamDocument)
 
     def has_next_incarnation(self, chain: Chain) -> bool:
         """True if the next incarnation exists: nothing is put into this one any more. One HEAD request."""
@@ -667,12 +682,10 @@ class ChainStore:
         return None if previous is None else previous.get(chain.partition, 0)
 
     def create_chain(self, chain: Chain, document: ChainDocument) -> ChainDocument:
-        return self._document(self.layout.chain_document(chain), ChainDocument.to_json, ChainDocument.from_json).create(
-            document
-        )
+        return self._document_of(self.layout.chain_document(chain), ChainDocument).create(document)
 
     def read_chain(self, chain: Chain) -> ChainDocument | None:
-        return self._document(self.layout.chain_document(chain), ChainDocument.to_json, ChainDocument.from_json).read()
+        return self._document_of(self.layout.chain_document(chain), ChainDocument).read()
 
     def read_floor(self, chain: Chain) -> int | None:
         """Return the first sequence that retention left; None if there is no floor."""
@@ -702,7 +715,7 @@ class ChainStore:
 
     def compared(self, chain: Chain, copy: str) -> Document[ComparedTo]:
         """The record of a comparison with `copy`: `source`, or the name of a replica's server."""
-        return self._document(self.layout.compared(chain, copy), ComparedTo.to_json, ComparedTo.from_json)
+        return self._document_of(self.layout.compared(chain, copy), ComparedTo)
 
     def write_tail(self, chain: Chain, end: int) -> None:
         self._document(self.layout.tail(chain), tail_to_json, tail_from_json).replace(end)
@@ -726,9 +739,7 @@ class ChainStore:
     # Heartbeats
 
     def write_heartbeat(self, process: str, heartbeat: HeartbeatObject) -> None:
-        self._document(
-            self.layout.heartbeat(heartbeat.site, process), HeartbeatObject.to_json, HeartbeatObject.from_json
-        ).replace(heartbeat)
+        self._document_of(self.layout.heartbeat(heartbeat.site, process), HeartbeatObject).replace(heartbeat)
 
     def list_heartbeats(self, site: str | None = None) -> list[ObjectInfo]:
         """Return the heartbeat objects of a site, or of all, without those that are too old (`drop_outdated`)."""
@@ -742,9 +753,7 @@ class ChainStore:
         def check(found: HeartbeatObject) -> str:
             return "" if name and found.site == name[0] else f"expected the site of its key, found {found.site!r:.80}"
 
-        return self._read_or_warn(
-            Document(self.objects, key, HeartbeatObject.to_json, HeartbeatObject.from_json, check=check), "heartbeat"
-        )
+        return self._read_or_warn(self._document_of(key, HeartbeatObject, check=check), "heartbeat")
 
     # Targets
 
@@ -759,14 +768,7 @@ class ChainStore:
             return "" if found.target == target else f"expected target {target}, found {found.target!r:.80}"
 
         key = self.layout.ingress_positions(target)
-        return Document(
-            self.objects,
-            key,
-            TargetPositions.to_json,
-            TargetPositions.from_json,
-            check=check,
-            max_bytes=MAX_POSITIONS_BYTES,
-        )
+        return self._document_of(key, TargetPositions, check=check, max_bytes=MAX_POSITIONS_BYTES)
 
     def write_known_tails(self, target: str, tails: Mapping[Chain, KnownTail]) -> None:
         self._known_tails(target).replace(tails)
@@ -789,14 +791,11 @@ class ChainStore:
     # Runs of compaction
 
     def write_run(self, site: str | None, feed: str | None, run: CompactionRun) -> None:
-        self._document(self.layout.run(site, feed), CompactionRun.to_json, CompactionRun.from_json).replace(run)
+        self._document_of(self.layout.run(site, feed), CompactionRun).replace(run)
 
     def read_run(self, site: str | None, feed: str | None) -> CompactionRun | None:
         """Read a run; None if there is none, or it is invalid: it stops nothing."""
-        return self._read_or_warn(
-            self._document(self.layout.run(site, feed), CompactionRun.to_json, CompactionRun.from_json),
-            "compaction run",
-        )
+        return self._read_or_warn(self._document_of(self.layout.run(site, feed), CompactionRun), "compaction run")
 
     def runs(self) -> CompactionRuns:
         """Return the last run of each selection; none if access is refused."""
@@ -858,14 +857,7 @@ class ChainStore:
         def check(found: AcceptedGap) -> str:
             return "" if found.range == rows else f"expected {rows}, found {found.range}"
 
-        return Document(
-            self.objects,
-            self.layout.gap(prefix, rows),
-            AcceptedGap.to_json,
-            AcceptedGap.from_json,
-            check=check,
-            claims=self.claims,
-        )
+        return self._document_of(self.layout.gap(prefix, rows), AcceptedGap, check=check)
 
     def _read_or_warn(self, document: Document[D], kind: str, **context: object) -> D | None:
         """Read a document that stops nothing: an invalid one counts as none. It is logged once, with `context`, since a
