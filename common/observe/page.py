@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ def templates(folder: Path = FOLDER) -> Environment:
     from jinja2 import Environment, FileSystemLoader
 
     found = Environment(loader=FileSystemLoader([folder, FOLDER]), autoescape=True)
-    found.filters |= {"text": _text, "pairs": _pairs, "duration": _duration, "time": format_unix}
+    found.filters |= {"text": _text, "pairs": _pairs, "duration": _duration, "size": size_words, "time": format_unix}
     found.globals |= {"unarchived": unarchived, "count": format_count}
     return found
 
@@ -82,7 +82,7 @@ def render_page(document: Part, paths: Iterable[str]) -> bytes:
         feeds=feeds,
         targets=targets,
         leases=leases,
-        coverages=[(chain, found, _picture(found)) for chain, found in coverage_of(document).items()],
+        coverages=coverage_of(document),
         others=[(name, part) for name, part in parts.items() if name not in {**feeds, **targets, **leases}],
     )
     return text.encode("utf-8", "backslashreplace")
@@ -100,31 +100,6 @@ def _with_first_chains(target: Part) -> Part:
 
     first = sorted(chains, key=rank)[:MAX_PAGE_CHAINS]
     return {**target, "chains": {name: chains[name] for name in first}, "chains_not_shown": left_out}
-
-
-# Coverage, as a picture
-
-IMAGE_WIDTH, BAR_HEIGHT, BAR_GAP, LABEL_WIDTH = 1000, 14, 6, 70  # of the picture, in its own units
-
-
-def _picture(found: Part) -> Part:
-    """Return the places of all bars: for each level its own, and those of the holes that no level fills."""
-    levels = []
-    for number, (name, each) in enumerate(sorted(found.get("levels", {}).items(), key=lambda item: int(item[0]))):
-        label = f"{format_count(each['segments'], 'segment')}, {size_words(each['bytes'])}"
-        span = int(found["first"]), int(found["last"])
-        bars = [_bar("level", rows, span, label) for rows in each["ranges"]]
-        bars += [_bar("hole", hole, span, "in no level") for hole in found.get("missing", ())]
-        levels.append({"name": name, "y": BAR_GAP + number * (BAR_HEIGHT + BAR_GAP), "bars": bars})
-    height = BAR_GAP + (BAR_HEIGHT + BAR_GAP) * len(levels)
-    return {"levels": levels, "width": IMAGE_WIDTH, "height": height, "left": LABEL_WIDTH, "bar": BAR_HEIGHT}
-
-
-def _bar(kind: str, rows: Sequence[int], span: tuple[int, int], label: str) -> Part:
-    begin, end = int(rows[0]), int(rows[1])
-    scale = (IMAGE_WIDTH - LABEL_WIDTH) / (span[1] - span[0] + 1)
-    x, width = LABEL_WIDTH + (begin - span[0]) * scale, max(2.0 if kind == "hole" else 0.5, (end - begin + 1) * scale)
-    return {"kind": kind, "rows": f"{begin}..{end}", "x": x, "width": width, "label": label}
 
 
 # Values as text
