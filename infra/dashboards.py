@@ -339,6 +339,7 @@ METRICS_WITHOUT_PANEL: Mapping[str, Sequence[str]] = {
         "floe_ingress_positions_put_timestamp_seconds",
         "floe_compaction_last_run_timestamp_seconds",
         "floe_compare_last_run_timestamp_seconds",
+        "floe_credential_expiry_timestamp_seconds",
     ),
     "a fact that seldom changes; floe status shows it": (
         "floe_egress_incarnation",

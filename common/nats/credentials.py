@@ -10,12 +10,15 @@ import base64
 import errno
 import ipaddress
 import json
+import math
 import re
 import shlex
 import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,12 +29,21 @@ from pydantic import SecretStr
 from common.clock import Clock
 from common.errors import ConfigError, FloeError, Refused, Unavailable, certificate_hint, is_out_of_date
 from common.logs import get_logger
+from common.metrics import gauge
 from common.settings.service import NatsSettings
 from common.settings.types import FileSecret, regular_file
 
 log = get_logger(__name__)
 
+credential_expiry = gauge(
+    "credential_expiry_timestamp_seconds",
+    "End of the certificate or JWT in the file of a key, since 1970; +Inf: it has none; 0: it cannot be read.",
+    ("key",),
+)
 
+PEM_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+# The validity in a certificate, two times one after the other: the second is its end, with two or four digits of year.
+_VALIDITY = re.compile(rb"[\x17\x18][\x0d\x0f]\d{12,14}Z[\x17\x18][\x0d\x0f](\d{12,14}Z)")
 _JWT = re.compile(rb"-----BEGIN NATS USER JWT-----\s+(\S+)")
 _SEED = re.compile(rb"-----BEGIN USER NKEY SEED-----\s+(\S+)")
 
@@ -78,6 +90,7 @@ def load_credential(settings: NatsSettings, clock: Clock) -> Credential:
         if settings.credentials_file:
             jwt = seed = _File("credentials_file", settings.credentials_file)
         jwt.check_expiry(clock)
+        show_expiry(f"nats.{jwt.key}", jwt.path)
         seed.public_key()
         return Credential(str(jwt), {"user_jwt_cb": jwt.jwt, "signature_cb": seed.sign})
     if settings.nkey_seed_file:
@@ -107,9 +120,7 @@ class _File:
 
     def jwt(self) -> bytes:
         """Return the user JWT of a credentials file, or the whole content of a file that holds nothing else."""
-        content = self._read()
-        found = _JWT.search(content)
-        jwt = found[1] if found else content.strip()
+        jwt = _user_jwt(self._read())
         if jwt.count(b".") != 2:
             raise self._credential_error("expected a NATS user JWT, found none")
         return jwt
@@ -122,12 +133,10 @@ class _File:
 
     def check_expiry(self, clock: Clock) -> None:
         try:
-            body = self.jwt().split(b".")[1]
-            claims = json.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4)))
-            expires = float(claims.get("exp") or 0)
+            expires = _jwt_expiry(self.jwt())
         except (ValueError, AttributeError, TypeError):
             raise self._credential_error("expected a NATS user JWT, found one that cannot be decoded") from None
-        if expires and expires <= clock.now():
+        if expires <= clock.now():
             raise self._credential_error(f"the JWT expired {clock.now() - expires:.0f} s ago")
 
     def _key_pair(self) -> Any:
@@ -152,6 +161,36 @@ class _File:
     def _credential_error(self, reason: str) -> Refused:
         hint = "issue the credential again, or correct the path"
         return Refused(f"nats.{self}: {reason}", hint=hint, code="E-NATS-CREDS")
+
+
+def _user_jwt(content: bytes) -> bytes:
+    found = _JWT.search(content)
+    return found[1] if found else content.strip()
+
+
+def _jwt_expiry(jwt: bytes) -> float:
+    body = jwt.split(b".")[1]
+    claims = json.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4)))
+    return float(claims.get("exp") or math.inf)
+
+
+def show_expiry(key: str, path: str) -> None:
+    """Show when the certificate or JWT in the file of `key` ends. Each scrape reads the file, which may be renewed."""
+    credential_expiry.labels(key).set_function(partial(expiry_of, path))
+
+
+def expiry_of(path: str) -> float:
+    """Return the end of the first certificate in a file, else of the user JWT, in seconds since 1970; infinite if it
+    has none, 0 if it cannot be read.
+    """
+    try:
+        content = regular_file(path).read_bytes()
+        if (pem := PEM_CERTIFICATE.search(content.decode(errors="replace"))) is None:
+            return _jwt_expiry(_user_jwt(content))
+        [end] = _VALIDITY.findall(ssl.PEM_cert_to_DER_cert(pem[0]))[:1]
+        return datetime.strptime(end.decode(), f"%{'y' if len(end) == 13 else 'Y'}%m%d%H%M%S%z").timestamp()
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return 0.0
 
 
 def is_loopback(peer: object) -> bool:
@@ -188,6 +227,7 @@ def tls_context(settings: NatsSettings) -> ssl.SSLContext:
     if files.cert:
         try:
             context.load_cert_chain(regular_file(files.cert), regular_file(files.key))
+            show_expiry("nats.tls.cert", files.cert)
         except (OSError, ssl.SSLError) as error:
             raise _tls_error("cert", f"{files.cert} with key {files.key}", error) from None
     return context

@@ -11,7 +11,6 @@ import http.client
 import io
 import json
 import os
-import re
 import socket
 import socketserver
 import ssl
@@ -28,6 +27,7 @@ from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
 from common.logs import escape, get_logger
 from common.metrics import REGISTRY, version
+from common.nats.credentials import PEM_CERTIFICATE, show_expiry
 from common.observe import page
 from common.settings.types import parse_listen, regular_file
 from common.tasks import record_unexpected
@@ -132,6 +132,7 @@ class ServerTls:
         self._files = tuple(filter(None, (settings.cert, settings.key, settings.client_ca)))
         self._settings, self._lock, self._loaded_versions = settings, threading.Lock(), self._file_versions()
         self._context = self._load_context()
+        show_expiry("monitor.tls.cert", settings.cert)
 
     def wrap(self, request: socket.socket) -> ssl.SSLSocket:
         """Return the connection once the handshake is done, within REQUEST_TIMEOUT_S seconds; else raise OSError."""
@@ -182,7 +183,6 @@ class ServerTls:
         return [_file_version(file) for file in self._files]
 
 
-_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 FETCH_TIMEOUT_S = 2.0  # seconds
 CHECK_TIMEOUT_S = 10.0  # seconds for a monitor to answer a check
 
@@ -227,7 +227,7 @@ def _fetch(settings: MonitorSettings, path: str, timeout: float) -> str:
     with closing(connection):
         connection.connect()
         if isinstance(connection.sock, ssl.SSLSocket):
-            own = _CERTIFICATE.search(regular_file(tls.cert).read_text())
+            own = PEM_CERTIFICATE.search(regular_file(tls.cert).read_text())
             if own is None or connection.sock.getpeercert(binary_form=True) != ssl.PEM_cert_to_DER_cert(own[0]):
                 raise ssl.SSLError(f"a certificate other than {tls.cert} is shown")
         connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})

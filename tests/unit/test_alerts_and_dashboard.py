@@ -51,7 +51,7 @@ def test_an_alert_is_whole_and_its_metrics_exist() -> None:
     for alert in ALERTS:
         name, notes, metrics = alert["alert"], alert["annotations"], named(alert["expr"])
         assert (bool(metrics), metrics - SERIES) == (True, set()), name
-        assert alert["labels"]["severity"] in ("critical", "warning"), name
+        assert alert["labels"]["severity"] in ("page", "ticket"), name
         assert all((notes["summary"], notes["description"])), name
         assert notes["runbook_url"] == f"{BASE}/guides/troubleshooting.html#{kebab(name)}"
         for metric in sorted(metrics - {"up"})[:1]:

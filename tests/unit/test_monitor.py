@@ -1,8 +1,10 @@
 """The monitor: answers from memory and threads, independent of its clients and the event loop."""
 
 import asyncio
+import base64
 import http.client
 import json
+import math
 import os
 import re
 import shutil
@@ -21,13 +23,14 @@ from prometheus_client import CollectorRegistry, Counter
 
 from common.clock import SystemClock
 from common.errors import ConfigError, Unavailable
+from common.nats.credentials import expiry_of
 from common.observe import monitor as monitor_http
 from common.observe.monitor import MAX_BEAT_AGE_S, Health, Monitor, Pages, fetch
 from common.service.process import SystemdNotifier, on_hangup
 from common.settings.egress import EgressMonitorSettings
 from common.settings.service import MonitorTlsSettings
 from common.tasks import Stop, unexpected
-from tests.support.basics import PATIENCE, counted, eventually, soon, unique
+from tests.support.basics import PATIENCE, counted, eventually, metric_value, soon, unique
 from tests.support.clock import ManualClock
 from tests.support.identities import authority as make_authority
 from tests.support.identities import certificate, make_certificates
@@ -288,6 +291,25 @@ def test_a_certificate_that_was_replaced_is_used_without_a_restart(health, certi
         assert (fetched(monitor, tmp_path), caplog.text.count("certificate reload failed")) == (200, 1)
         certificate(tmp_path, "server", "IP:127.0.0.1", "later")
         assert fetched(monitor, tmp_path, ca="later") == 200
+
+
+def test_a_metric_has_the_end_of_the_certificate_or_jwt_that_is_in_the_file_now(health, certificates, tmp_path: Path):
+    def scraped() -> float:
+        return metric_value("floe_credential_expiry_timestamp_seconds", {"key": "monitor.tls.cert"}) or 0.0
+
+    for name in ("server.pem", "server.key"):
+        shutil.copy(certificates / name, tmp_path)
+    with served(health, tmp_path):
+        assert 86_400 < scraped() - time.time() <= 2 * 86_400
+        later = ssl.DER_cert_to_PEM_cert(b"\x17\r250101000000Z\x18\x0f20600101000000Z")
+        (file := tmp_path / "server.pem").write_text(later)
+        assert scraped() == 2_840_140_800
+        file.unlink()
+        assert scraped() == 0
+    for claims, end in (({"exp": 1000}, 1000.0), ({}, math.inf), ([], 0.0)):
+        body = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+        file.write_text(f"-----BEGIN NATS USER JWT-----\ne30.{body}.x\n------END NATS USER JWT------\n")
+        assert expiry_of(str(file)) == end
 
 
 def test_unusable_files_are_named_at_the_start(health: Health, certificates: Path):
