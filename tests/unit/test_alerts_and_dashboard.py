@@ -1,7 +1,6 @@
 """Counters that begin at 0; alerts, runbooks and the dashboard, which name metrics that exist, and each other."""
 
 import itertools
-import json
 import re
 import shutil
 import subprocess
@@ -26,14 +25,7 @@ TESTS = yaml.safe_load((PROMETHEUS / "floe.rules.test.yml").read_text())["tests"
 GUIDES = ROOT / "docs" / "guides"
 ALERTS: list[dict[str, Any]] = alerts()
 BASE = "https://floe.example.com/docs"  # of the runbooks' addresses; each reader sets it
-NOT_FLOES = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
-
-
-def named(expression: str) -> set[str]:
-    """Return the metrics that an expression reads."""
-    return set(re.findall(r"\b(?:floe_|process_)\w+|\bup\b", re.sub(r'"[^"]*"', "", expression)))
-
-
+NOT_FLOES = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total", "process_start_time_seconds"}
 LABELS = {each["name"]: set(each["labels"]) for each in metrics()}
 NAMES = frozenset(LABELS)
 SERIES = NAMES | {f"{name}{end}" for name in NAMES for end in ("_bucket", "_count", "_sum")} | NOT_FLOES
@@ -43,8 +35,18 @@ def kebab(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
 
+def named(expression: str) -> set[str]:
+    return set(dashboards.metrics_of(expression))
+
+
+def panel_groups() -> list[list[dict[str, Any]]]:
+    """Return the panels that are shown at first, rows included, then those of each row."""
+    shown = dashboards.dashboard()["panels"]
+    return [shown, *(each["panels"] for each in shown if each["type"] == "row")]
+
+
 def expressions() -> list[str]:
-    return [each["expr"] for panel in dashboards.dashboard()["panels"] for each in panel.get("targets", ())]
+    return [each["expr"] for panel in itertools.chain(*panel_groups()) for each in panel.get("targets", ())]
 
 
 def test_an_alert_is_whole_and_its_metrics_exist() -> None:
@@ -95,9 +97,9 @@ def test_without_promtool_the_check_reports_it(tmp_path: Path) -> None:
 
 
 def test_the_committed_dashboard_is_what_the_script_makes_and_shows_or_excuses_every_metric() -> None:
-    found = expressions()
+    found = expressions() + [each["expr"] for each in dashboards.dashboard()["annotations"]["list"]]
     shown = {re.sub("_(bucket|count|sum)$", "", name) for expression in found for name in named(expression)}
-    left_out = [name for each in dashboards.METRICS_WITHOUT_PANEL.values() for name in each]
+    left_out = [name for each in dashboards.LAYOUT["without_panel"].values() for name in each]
     selected = [each for expression in found for each in re.findall(r"(floe_\w+)\{([^}]*)\}", expression)]
 
     assert dashboards.DASHBOARD_PATH.read_text() == dashboards.render(), "python -m infra.dashboards"
@@ -106,19 +108,32 @@ def test_the_committed_dashboard_is_what_the_script_makes_and_shows_or_excuses_e
     assert sorted(left_out) == sorted(NAMES - shown)
     for metric, selector in selected:
         known = LABELS[re.sub("_(bucket|count|sum)$", "", metric)]
-        assert set(re.findall(r"(\w+)[=!]", selector)) - known == set(), metric
+        assert set(re.findall(r"(\w+)[=!]", selector)) - known - {"instance"} == set(), metric
+
+
+def test_six_numbers_are_shown_at_first_and_each_panel_explains_itself_and_follows_the_variables() -> None:
+    (first, *_), runbooks = panel_groups(), {alert["annotations"]["runbook_url"] for alert in ALERTS}
+    panels = [each for each in itertools.chain(*panel_groups()) if each["type"] != "row"]
+
+    assert [each["type"] for each in first] == ["stat"] * 6 + ["row"] * len(dashboards.LAYOUT["rows"])
+    assert all(each["collapsed"] for each in first[6:])
+    assert [each["title"] for each in panels if not each["description"]] == []
+    assert {link["url"] for each in panels for link in each["links"]} < runbooks
+    for expression in expressions():
+        assert "$instance" in expression or re.search("floe_compa|ALERTS", expression), expression
 
 
 def test_no_panel_lies_upon_another() -> None:
-    taken: set[tuple[int, int]] = set()
-    panels = json.loads(dashboards.render())["panels"]
-    for panel in panels:
-        x, y, w, h = (panel["gridPos"][key] for key in "xywh")
-        cells = {*itertools.product(range(x, x + w), range(y, y + h))}
-        assert not cells & taken, panel["title"]
-        assert x + w <= dashboards.GRID_WIDTH
-        taken |= cells
-    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panels in panel_groups():
+        taken: set[tuple[int, int]] = set()
+        for panel in panels:
+            x, y, w, h = (panel["gridPos"][key] for key in "xywh")
+            cells = {*itertools.product(range(x, x + w), range(y, y + h))}
+            assert not cells & taken, panel["title"]
+            assert x + w <= dashboards.GRID_WIDTH
+            taken |= cells
+    found = [panel["id"] for panel in itertools.chain(*panel_groups())]
+    assert len({*found}) == len(found)
 
 
 # Counters: the declared label values are the counted ones
