@@ -58,7 +58,8 @@ all=(--set ingress.enabled=true --set compaction.enabled=true --set serviceMonit
 all+=(--set compaction.executors=true --set compare.enabled=true)
 
 rendered() {
-  helm template floe infra/helm/floe "$@" >"$work/rendered.yaml" && "$python" - "$work/rendered.yaml" "$work" <<'END'
+  helm template floe infra/helm/floe "$@" >"$work/rendered.yaml" && cat "$work/rendered.yaml" >>"$work/every.yaml" &&
+    "$python" - "$work/rendered.yaml" "$work" <<'END'
 import subprocess, sys, yaml
 
 documents = [each for each in yaml.safe_load_all(open(sys.argv[1])) if each]
@@ -74,15 +75,35 @@ print(names)
 END
 }
 without_budget() { rendered "$@" && ! grep -q PodDisruptionBudget "$work/rendered.yaml"; }
+# By a tool that carries the schemas of each version of Kubernetes. A kind without a schema fails.
+kubernetes() {
+  "$python" -m venv "$work/kubernetes" &&
+    "$work/kubernetes/bin/pip" install --quiet --disable-pip-version-check --require-hashes -r tests/deploy/kubernetes.lock &&
+    "$work/kubernetes/bin/python" - "$work/every.yaml" <<'END'
+import json, sys
+import kubernetes_validate, yaml
+from jsonschema import Draft7Validator
+
+monitors = Draft7Validator(json.load(open("tests/deploy/servicemonitor.json")))
+oldest = yaml.safe_load(open("infra/helm/floe/Chart.yaml"))["kubeVersion"].strip(">=").split("-")[0]
+for each in filter(None, yaml.safe_load_all(open(sys.argv[1]))):
+    if each["kind"] == "ServiceMonitor":
+        monitors.validate(each)
+    else:
+        for version in (oldest, kubernetes_validate.latest_version()):
+            kubernetes_validate.validate(each, version, strict=True)
+END
+}
 refused() { ! helm template floe infra/helm/floe "$@"; }
 if command -v helm >/dev/null; then
   check "helm lint" helm lint --strict infra/helm/floe "${all[@]}"
   check "helm template: as it is" rendered
   check "helm template: all of it" rendered "${all[@]}"
   check "helm template: every value" rendered -f tests/deploy/every-value.yaml
-  check "helm template: no credentials, no account" rendered --set credentialsSecret= --set serviceAccount.create=false
+  check "helm template: no credentials, no account" rendered --set existingSecret= --set serviceAccount.create=false
   check "helm template: a single pod has no disruption budget" without_budget --set egress.replicas=1
   check "helm template: a value that the schema does not know is refused" refused --set egress.replica=3
+  check "all of it, strictly, against the schemas of the oldest and the newest Kubernetes" kubernetes
 else
   skip "helm is not here (go install helm.sh/helm/v4/cmd/helm@latest)"
 fi

@@ -53,7 +53,8 @@ class Unit:
         lines = text.replace("%i", instance).replace("%I", instance).replace("%C", "/var/cache").splitlines()
         pairs = [line.partition("=")[::2] for line in lines if "=" in line and not line.startswith("#")]
         self.keys = dict(pairs)
-        self.words = shlex.split(self.keys["ExecStart"])
+        self.words = [word for word in shlex.split(self.keys["ExecStart"]) if word != "$FLOE_OPTIONS"]
+        assert ("Environment", "FLOE_OPTIONS=") in pairs, "an operator adds options in a drop-in"
 
 
 EGRESS, INGRESS = Unit("floe-egress@.service"), Unit("floe-ingress.service")
@@ -74,9 +75,10 @@ def image_words(target: str) -> list[str]:
 
 
 def chart_words(template: str) -> list[str]:
-    """The command of a pod of a template; no part of it comes from values."""
+    """The command of a pod of a template, without the options from values."""
     text = (CHART / "templates" / f"{template}.yaml").read_text()
-    return [word for key in ("command", "args") for word in json.loads(re.findall(rf"^ +{key}: (.*)$", text, re.M)[0])]
+    [arguments] = re.findall(r"^ +args: {{ concat \(list (.*?)\) \.Values\S+ \| toJson }}$", text, re.MULTILINE)
+    return [*json.loads(re.findall(r"^ +command: (.*)$", text, re.MULTILINE)[0]), *shlex.split(arguments)]
 
 
 def compose_words(service: str) -> list[str]:
@@ -206,6 +208,21 @@ def test_the_check_of_the_chart_sets_every_value_of_its_schema():
                 yield from unset(each, found[name], f"{path}{name}.")
 
     assert [*unset(schema, values, "")] == []
+
+
+def test_the_chart_reads_each_of_its_values_and_no_other():
+    """Compare names, because helm renders a value that does not exist as nothing, without an error."""
+    text = "".join(path.read_text() for path in sorted((CHART / "templates").iterdir()))
+    read = {*re.findall(r"Values\.([\w.]+)", text)}
+    read |= {f"{role}.{name}" for role in ("egress", "ingress") for name in re.findall(r"\$values\.([\w.]+)", text)}
+
+    def leaves(part: Any, path: str = "") -> Iterator[str]:
+        for name, each in part.items():
+            yield from leaves(each, f"{path}{name}.") if isinstance(each, dict) and each else [f"{path}{name}"]
+
+    known = {".".join(each.split(".")[: end + 1]) for each in leaves(VALUES) for end in range(each.count(".") + 1)}
+    assert read - known == set()
+    assert [each for each in leaves(VALUES) if not any(f"{each}.".startswith(f"{name}.") for name in read)] == []
 
 
 def test_the_files_that_compose_mounts_are_there():
