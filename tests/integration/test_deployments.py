@@ -190,6 +190,13 @@ def test_an_image_is_made_of_the_locked_packages_and_runs_unprivileged():
         assert set(names.split("|")) <= locked
     for target in ("site", "spark"):
         assert re.search(rf"^FROM base AS {target}\n(?:(?!FROM).*\n)*USER 10001:10001\n", DOCKERFILE, re.MULTILINE)
+    for folder in ("docker", "spark"):
+        text = (INFRA / folder / "Dockerfile").read_text()
+        [base], stages = re.findall(r"^ARG BASE=(\S+)$", text, re.M), {*re.findall(r"^FROM .* AS (\S+)", text, re.M)}
+        assert re.fullmatch(r"[a-z]+:[\w.-]+(@sha256:[0-9a-f]{64})?", base), "the digest is set by the update tool"
+        assert {*re.findall(r"^FROM (\S+)", text, re.M)} - stages == {"${BASE}"}
+    updates = json.loads((ROOT / "renovate.json").read_text())
+    assert (updates["extends"], updates["enabledManagers"]) == (["docker:pinDigests"], ["dockerfile", "docker-compose"])
     for service in COMPOSE["services"].values():
         assert re.search(r":[^:/}]+\}?$", service["image"]), "pinned by tag"
         assert ":latest" not in service["image"]

@@ -108,12 +108,10 @@ def test_pandas_is_hidden_from_what_starts_no_spark(engine: str, tmp_path: Path)
     assert ("Floe does not use pandas in this process" in done.stderr) == (engine == "local")
 
 
-def test_compose_pins_one_image_of_minio_by_its_digest() -> None:
+def test_compose_pins_one_image_of_minio() -> None:
     services = yaml.safe_load((ROOT / "infra" / "compose.yaml").read_text())["services"]
     assert services["minio"]["image"] == services["bucket"]["image"]
-    assert re.fullmatch(
-        r"\$\{FLOE_MINIO_IMAGE:-minio/minio:RELEASE\.\S+@sha256:[0-9a-f]{64}\}", services["minio"]["image"]
-    )
+    assert re.fullmatch(r"\$\{FLOE_MINIO_IMAGE:-minio/minio:RELEASE\.\S+\}", services["minio"]["image"])
 
 
 def test_minio_is_searched_from_place_to_place_and_one_line_shows_how_to_get_it(tmp_path: Path, monkeypatch, capsys):
