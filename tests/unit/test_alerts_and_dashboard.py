@@ -70,6 +70,11 @@ def test_alerts_runbooks_and_their_tests_name_the_same() -> None:
     assert tried == [pair for name in names for pair in ((f"{name} fires", True), (f"{name} stays quiet", False))]
 
 
+def test_the_docs_list_the_alerts_that_are_worth_a_call_at_night() -> None:
+    listed = re.findall(r"^\| `(Floe\w+)` \|", (GUIDES / "monitoring.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(each["alert"] for each in ALERTS if each["labels"]["severity"] == "page")
+
+
 def test_the_base_of_the_runbooks_is_set_by_the_command_of_the_docs() -> None:
     [command] = re.findall(r"^ *(sed '.*') infra/\S+ > \S+$", (GUIDES / "monitoring.md").read_text(), re.MULTILINE)
     rules = (PROMETHEUS / "floe.rules.yml").read_text()
