@@ -113,9 +113,8 @@ class FeedReport:
         self._part = f"egress {feed.feed}" + (f"/{feed.partition}" if feed.partition else "")
         self._health, self._chain, self.stream = health, feed, stream
         self._clock = clock or SystemClock()
-        self._since = self._clock.now()
         self._source_asked: float | None = None
-        self._status: dict[str, Any] = {"site": feed.site, "stream": stream}
+        self._status: dict[str, Any] = {"site": feed.site, "stream": stream, "since": self._clock.now()}
         self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
         self._failed_at, self._end_before, self._is_waiting = 0.0, 0, False
         self._held: FloeError | None = None
@@ -162,7 +161,7 @@ class FeedReport:
         self, state: str, *, ready: bool, reason: str = "", hint: str = "", code: str = "", **more: object
     ) -> None:
         if (state, code) != (self._status.get("state"), self._status.get("code")):
-            self._since = self._clock.now()
+            self._status["since"] = self._clock.now()
         self._health.set_ready(self._part, ready, reason)
         self._show(state=state, why=reason, hint=hint, code=code, **more)
 
@@ -338,7 +337,7 @@ class FeedReport:
     def heartbeat(self) -> ChainHeartbeat:
         status, asked_at = self._status, self._source_asked
         ends = status.get("end"), status.get("source_last")
-        known = status["state"], self._since, status["code"], status["why"], *ends, asked_at
+        known = status["state"], status["since"], status["code"], status["why"], *ends, asked_at
         return ChainHeartbeat(*known, first=status.get("first"), chain=self._chain)
 
     def set_lost(self, sequences: int) -> None:

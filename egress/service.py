@@ -81,7 +81,7 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, identity: W
     # Hundreds of feeds have a million objects: to look at all of them every minute takes as long as the idle feeds do.
     gc.set_threshold(50_000)
     clock = SystemClock()
-    health = Health(clock)
+    health = Health(clock, service="egress", site=settings.site, instance=settings.instance)
     wanted = settings.egress.monitor
     # Only the parent reads the monitor of a worker; it has one of its own if that is configured.
     is_inner = identity is not None and bool(wanted.listen)

@@ -57,7 +57,7 @@ async def run(config: str) -> None:
 
     settings, clock = load_settings(config), SystemClock()
     check_targets(settings.ingress)
-    health = Health(clock)
+    health = Health(clock, service="ingress", site=settings.site, instance=settings.instance)
     monitor = Monitor(settings.ingress.monitor.listen, health, tls=settings.ingress.monitor.tls)
     store = open_store(settings, open_objects(settings.store))
     connecting = partial(connect, settings.nats_for("ingress"), name="floe ingress leases", clock=clock)

@@ -220,7 +220,7 @@ def tls_context(settings: NatsSettings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=regular_file(files.ca) if files.ca else None)
     except (OSError, ssl.SSLError) as error:
-        raise _tls_error("ca", files.ca, error) from None
+        raise tls_file_error(f"nats.tls.ca {files.ca}", error) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if tls.insecure:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -229,13 +229,14 @@ def tls_context(settings: NatsSettings) -> ssl.SSLContext:
             context.load_cert_chain(regular_file(files.cert), regular_file(files.key))
             show_expiry("nats.tls.cert", files.cert)
         except (OSError, ssl.SSLError) as error:
-            raise _tls_error("cert", f"{files.cert} with key {files.key}", error) from None
+            raise tls_file_error(f"nats.tls.cert {files.cert} with key {files.key}", error) from None
     return context
 
 
-def _tls_error(key: str, path: str, error: OSError) -> ConfigError:
+def tls_file_error(where: str, error: OSError, code: str = "E-NATS-TLS") -> ConfigError:
+    """Return the error for a file of TLS that cannot be used. `where`: key and path; `error`: also an SSLError."""
     reason = getattr(error, "reason", None) or error.strerror or "not readable"
-    return ConfigError(f"nats.tls.{key} {path}: {str(reason).replace('_', ' ').lower()}", code="E-NATS-TLS")
+    return ConfigError(f"{where}: {str(reason).replace('_', ' ').lower()}", code=code)
 
 
 _AUTH_ERROR = re.compile(r"authorization violation|authentication (expired|revoked)|invalid (user|client)", re.I)

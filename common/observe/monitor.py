@@ -27,7 +27,7 @@ from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
 from common.logs import escape, get_logger
 from common.metrics import REGISTRY, version
-from common.nats.credentials import PEM_CERTIFICATE, show_expiry
+from common.nats.credentials import PEM_CERTIFICATE, show_expiry, tls_file_error
 from common.observe import page
 from common.settings.types import parse_listen, regular_file
 from common.tasks import record_unexpected
@@ -43,6 +43,7 @@ log = get_logger("common.monitor")
 
 MAX_REQUEST_BYTES = 8192  # bytes of a request's head; bodies are not read
 MAX_PARALLEL_REQUESTS = 16  # at the same time; a further one takes the place of the client that has been silent longest
+RATE_INTERVAL_S = 30.0  # seconds at least between two answers that are kept for the rates on the page
 EVICT_TIMEOUT_S = 1.0  # seconds for that client to leave; without a free place the further request is refused
 REQUEST_TIMEOUT_S = 5.0  # seconds to send a request, and to take each part of the answer
 
@@ -174,9 +175,7 @@ class ServerTls:
                 context.load_verify_locations(regular_file(settings.client_ca))
                 context.verify_mode = ssl.CERT_REQUIRED
         except OSError as error:  # SSLError is one
-            reason = getattr(error, "reason", None) or error.strerror or "not readable"
-            text = f"monitor.tls.{files}: {str(reason).replace('_', ' ').lower()}"
-            raise ConfigError(text, code="E-LISTEN") from None
+            raise tls_file_error(f"monitor.tls.{files}", error, "E-LISTEN") from None
         return context
 
     def _file_versions(self) -> list[tuple[int, int] | None]:
@@ -297,9 +296,13 @@ MAX_BEAT_AGE_S = 30.0  # seconds without one before /healthz reports that the pr
 
 
 class Health:
-    """State of health of the process. The event loop writes it, the monitor's threads read it."""
+    """State of health of the process. The event loop writes it, the monitor's threads read it.
 
-    def __init__(self, clock: Clock) -> None:
+    `about`: the `service`, `site` and `instance` that /status and the page name.
+    """
+
+    def __init__(self, clock: Clock, **about: str) -> None:
+        self._about = {**about, "host": socket.gethostname(), "started": clock.now()}
         self._clock, self._lock, self._beat = clock, threading.Lock(), clock.monotonic()
         self._not_ready: dict[str, str] = {}  # by part, the reason; empty if it is ready
         self._status: dict[str, Mapping[str, Any]] = {}
@@ -385,6 +388,8 @@ class Health:
             parts = [*sorted(self._status.items())]
         return {
             "version": version(),
+            **self._about,
+            "time": self._clock.now(),
             "ready": not problems,
             "problems": problems,
             "heartbeat_age_seconds": round(self.beat_age(), 3),
@@ -473,6 +478,7 @@ class Pages:
 
     def __init__(self, health: Health, registry: CollectorRegistry) -> None:
         self._health, self._registry = health, registry
+        self._shown: list[dict[str, Any]] = []  # the answers that are kept, at most two
         self._pages: dict[str, Callable[[str], Answer]] = {
             "/": self._page,
             "/metrics": self._metrics,
@@ -516,7 +522,10 @@ class Pages:
         return self.document()
 
     def _page(self, _accept: str) -> Answer:
-        return 200, HTML, page.render_page(self.document_for_reader(), self._pages)
+        document = self.document_for_reader()
+        if not self._shown or document["time"] - self._shown[-1]["time"] >= RATE_INTERVAL_S:
+            self._shown = [*self._shown[-1:], document]
+        return 200, HTML, page.render_page(document, self._pages, self._shown[0])
 
 
 def text_answer(status: int, text: str) -> Answer:

@@ -50,7 +50,7 @@ def templates(folder: Path = FOLDER) -> Environment:
 
     found = Environment(loader=FileSystemLoader([folder, FOLDER]), autoescape=True)
     found.filters |= {"text": _text, "pairs": _pairs, "duration": _duration, "size": size_words, "time": format_unix}
-    found.globals |= {"unarchived": unarchived, "count": format_count}
+    found.globals |= {"unarchived": unarchived, "count": format_count, "parts_of": parts_of}
     return found
 
 
@@ -68,22 +68,18 @@ def coverage_of(document: Part) -> dict[str, Part]:
     return {chain: found for each in answers for chain, found in each.get("coverage", {}).items()}
 
 
-def render_page(document: Part, paths: Iterable[str]) -> bytes:
-    """Render the page of `document`, an answer of /status. `paths`: those of the other pages."""
-    parts = parts_of(document)
-    feeds = {name: part for name, part in parts.items() if "stream" in part}
-    targets = {name: _with_first_chains(part) for name, part in parts.items() if name.startswith("target ")}
-    leases = {name: part for name, part in parts.items() if "owner" in part and "held" in part}
+def render_page(document: Part, paths: Iterable[str], earlier: Part | None = None) -> bytes:
+    """Render the page of `document`, an answer of /status. `paths`: those of the other pages. `earlier`: an earlier
+    answer, since which rates count; None: no rates.
+    """
     template = templates().get_template("page.html")
     text = template.render(
         style=STYLE,
         document=document,
         paths=[*paths],
-        feeds=feeds,
-        targets=targets,
-        leases=leases,
+        parts={name: _with_first_chains(part) for name, part in parts_of(document).items()},
+        earlier=earlier or {},
         coverages=coverage_of(document),
-        others=[(name, part) for name, part in parts.items() if name not in {**feeds, **targets, **leases}],
     )
     return text.encode("utf-8", "backslashreplace")
 
@@ -106,7 +102,11 @@ def _with_first_chains(target: Part) -> Part:
 
 
 def _text(value: object) -> object:
-    """Return a value for the page; a dash for nothing, also for a value that is not there."""
+    """Return a value for the page: numbers in groups of thousands; a dash for nothing, also for a value that is not
+    there.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:,}"
     return "–" if value is None or str(value) == "" else value
 
 
@@ -118,7 +118,7 @@ def _pairs(value: object) -> str:
         return " · ".join(_pair(key, each) for key, each in value.items() if each not in (None, ""))
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
-    return "" if value is None else str(value)
+    return "" if value is None else str(_text(value))
 
 
 def _pair(key: str, value: object) -> str:

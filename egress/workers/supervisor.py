@@ -116,7 +116,7 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     environment = {**os.environ, **({"FLOE_DEBUG": "1"} if is_debug() else {})}
     workers = [WorkerProcess(index, count, worker_command(config), environment) for index in range(count)]
     supervisor = Supervisor(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
-    health = Health(clock)
+    health = Health(clock, service="egress", site=settings.site, instance=settings.instance)
     pages, wanted = WorkerPages(health, partial(fetch_from_all, workers)), settings.egress.monitor
     monitor = Monitor(wanted.listen, health, pages=pages, tls=wanted.tls)
     monitor.start()

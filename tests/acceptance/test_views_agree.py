@@ -209,8 +209,8 @@ async def shown_by_sites(fleet: Fleet, truth: Mapping[str, Truth]) -> Pairs:
     found: Pairs = {}
     for site, each in truth.items():
         last, labels, chain = each.archived, {"site": site, "feed": "NODES"}, f"{site}/NODES/0000/0"
-        [row] = [row for row in table_rows(await fleet.page(site)) if row[0] == "NODES"] or [[]]
-        found[f"page of {site}"] = row[1:6], ["reading", chain, str(last), str(each.source), "0"]
+        [row] = [row for row in table_rows(await fleet.page(site)) if row[0] == chain] or [[]]
+        found[f"page of {site}"] = (row[1:2], row[3:6]), (["reading"], [f"{last:,}", f"{each.source:,}", "0"])
         part = (await fleet.parts(site)).get("egress NODES", {})
         reported = tuple(part.get(key) for key in ("state", "end", "source_last", "position"))
         found[f"/status of {site}"] = reported, ("reading", last, each.source, last + 1)
@@ -234,7 +234,7 @@ async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int
     found: Pairs = {}
     chains = {f"{site}/NODES/0000/0": each for site, each in truth.items()}
     rows = {row[0]: row[1:5] for row in table_rows(await fleet.page("centre")) if row and row[0] in chains}
-    expected = {chain: ["idle", str(t.archived), str(t.archived + 1), "0"] for chain, t in chains.items()}
+    expected = {chain: ["idle", f"{t.archived:,}", f"{t.archived:,}", "0"] for chain, t in chains.items()}
     found["page of the centre"] = rows, expected
     part = (await fleet.parts("centre")).get(f"target {TARGET}", {})
     seen = {

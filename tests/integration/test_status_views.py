@@ -233,8 +233,8 @@ async def test_a_browser_shows_holes_stops_and_coverage_by_level(
         with served(health) as url:
             text = await asyncio.to_thread(dom, tmp_path, f"http://{url}/")
         rows = {row[0]: row for row in table_rows(text)}
-        assert rows[str(CHAIN)][1:5] == ["late", "40", "21", "20"]
-        assert (rows[str(CHAIN)][6], rows[str(other)][1]) == ("21..30", "stopped")
+        assert rows[str(CHAIN)][1:5] == ["late", "40", "20", "20"]
+        assert (rows[str(CHAIN)][7], rows[str(other)][1]) == ("21..30", "stopped")
         assert bars(text) == {(0, 1, 20), (1, 1, 20), (0, 31, 40), (0, 1, 2)}
         assert bars(text, "hole") == {(0, 21, 30), (1, 21, 30)}
         assert all(hint in unescape(text) for hint in hints(health))

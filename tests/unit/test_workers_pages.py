@@ -19,7 +19,7 @@ from common.chain import Chain
 from common.errors import UsageError
 from common.observe import page
 from common.observe.coverage import MAX_DRAWN_RANGES, sum_coverage
-from common.observe.monitor import MAX_BEAT_AGE_S, Health
+from common.observe.monitor import MAX_BEAT_AGE_S, Health, Pages
 from common.sequences import SequenceRange
 from egress.workers.pages import WorkerAnswer, WorkerPages, fetch_from_all, merge_metrics
 from egress.workers.process import WorkerIdentity, WorkerProcess, shell_exit_code, worst_exit_code
@@ -167,7 +167,7 @@ def ref(first: int, last: int, level: int = 0, modified: float = 0.0, size: int 
 
 FEED: dict[str, Any] = {"stream": "NODES", "state": "stopped", "code": "E-FORKED", "why": "another history"}
 FEED |= {"chain": str(CHAIN), "hint": "floe egress resolve -c f", "end": 90, "source_last": 100, "lost": 2}
-FEED |= {"damaged": {"k": "w"}, "holder": "this instance", "open_segment": {"messages": 7, "age": 1.5}}
+FEED |= {"since": 500.0, "damaged": {"k": "w"}, "holder": "this instance", "open_segment": {"messages": 7, "age": 1.5}}
 CHAIN_STATE = {"position": 41, "archived": 50, "phase": "late", "hole": "41..45", "hint": "floe gap ls -c f"}
 CHAIN_STATE |= {"lag_seconds": 9}
 TARGET = {"state": "carrying", "publisher": "fast", "trouble": "", "target_sequence": 40}
@@ -229,9 +229,35 @@ def test_a_feed_is_shown_with_its_lag_and_its_stop_with_the_command() -> None:
     text = html(document(**{"egress NODES": FEED}))
 
     [_, row] = table_rows(text)
-    counts, rest = ["90", "100", "10", "2", "1"], ["messages 7 · age 1.5", "this instance"]
-    assert [*map(unescape, row)] == ["NODES", "stopped E-FORKED", "us-east/NODES/0000/0", *counts, *rest]
+    counts, rest = ["90", "100", "10", "–", "2", "1"], ["messages 7 · age 1.5", "this instance"]
+    assert [*map(unescape, row)] == ["us-east/NODES/0000/0", "stopped E-FORKED", "–", *counts, *rest]
     assert "<pre>floe egress resolve -c f</pre>" in text
+
+
+def test_head_and_title_name_the_process_and_rates_count_from_an_earlier_page_on() -> None:
+    def answer(time: float, end: int, position: int) -> dict[str, Any]:
+        about = {"service": "egress", "site": "us-east", "host": "web1", "instance": "", "started": 500.0, "time": time}
+        target = {**TARGET, "chains": {str(CHAIN): {**CHAIN_STATE, "position": position}}}
+        return {**document(**{"egress NODES": {**FEED, "end": end}, "target FLEET": target}), **about}
+
+    text = page.render_page(answer(7_700, 1_234_567, 2_001), ["/"], answer(7_660, 1_234_067, 1)).decode()
+
+    assert text.count("Floe egress, us-east, web1: ") == 2
+    assert re.findall(r"<title>(.*?)</title>", text) == ["Floe egress, us-east, web1: ready"]
+    assert "1970-01-01T02:08:20Z · runs since 1970-01-01T00:08:20Z, 2h · version 1" in text
+    _, feed, _, chain = table_rows(text)
+    assert (feed[2], feed[3], feed[6]) == ("1970-01-01T00:08:20Z, 2h", "1,234,567", "12.5")
+    assert (chain[3], chain[6], "rates over 40 s" in text) == ("2,000", "50.0", True)
+
+
+def test_the_page_counts_rates_from_an_answer_that_is_a_while_ago_and_shows_none_at_first() -> None:
+    clock = ManualClock()
+    found = Pages(Health(clock, service="egress"), CollectorRegistry())
+    texts = []
+    for seconds in (0, 10, 30, 10, 1000):
+        clock.advance(seconds)
+        texts.append(re.findall("rates over [^<]*", answer(found, "/")[1]))
+    assert texts == [[], ["rates over 10 s"], ["rates over 40 s"], ["rates over 50 s"], ["rates over 16m50s"]]
 
 
 def test_durations_sizes_and_times_are_put_in_words() -> None:
@@ -242,15 +268,15 @@ def test_durations_sizes_and_times_are_put_in_words() -> None:
     text = html({**document(**parts), "heartbeat_age_seconds": 75})
 
     feed, chain = table_rows(text)[1], table_rows(text)[3]
-    assert unescape(feed[8]) == "messages 7 · size 2.1 KiB · age 3m27s · closes in 56m33s · max size 100 MiB"
-    assert (chain[5], unescape(chain[7])) == ("2h30m", "state reading · sequence 99 · alive 2026-11-24T10:51:11Z")
+    assert unescape(feed[9]) == "messages 7 · size 2.1 KiB · age 3m27s · closes in 56m33s · max size 100 MiB"
+    assert (chain[5], unescape(chain[8])) == ("2h30m", "state reading · sequence 99 · alive 2026-11-24T10:51:11Z")
     assert "the event loop turned 1m15s ago" in text
 
 
 def test_a_target_is_shown_with_its_chains_and_leases_with_who_shares_them() -> None:
     text = html(document(**{"target FLEET": TARGET}))
     [_, row] = table_rows(text)
-    assert row[:7] == ["us-east/NODES/0000/0", "late", "50", "41", "10", "9.0 s", "41..45"]
+    assert row[:8] == ["us-east/NODES/0000/0", "late", "50", "40", "10", "9.0 s", "–", "41..45"]
     assert "<pre>floe gap ls -c f</pre>" in text
 
     text = html(document(**{"egress sharing": {"owner": "host-1", "members": 2, "share": 3, "held": ["a", "b"]}}))
