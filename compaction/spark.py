@@ -15,7 +15,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
 from pathlib import Path
@@ -118,8 +118,15 @@ class Spark:
         self.check()
         finished = session.sparkContext.accumulator(0)  # bit n: item n is done; counted once, by the last stage
         task = make_task(pickle.dumps((self.settings, work, list(items))), version(), finished)
+        item_log = ItemLog(work.__name__, items, SystemClock())
+
+        def log_done() -> None:
+            for number in range(finished.value.bit_length()):
+                if finished.value >> number & 1:
+                    item_log.add_done(number)
+
         try:
-            with self.cancelled_on_stop(), _logging_items(finished, ItemLog(work.__name__, items, SystemClock())):
+            with closing(item_log), self.cancelled_on_stop(log_done):
                 rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT_SCHEMA).collect()
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
@@ -127,16 +134,31 @@ class Spark:
         # Results of our own executors, over Spark's connection.
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
 
-    def cancelled_on_stop(self) -> AbstractContextManager[None]:
-        """Cancel the work of the block once the run is to stop, also if that was requested before Spark started."""
+    @contextmanager
+    def cancelled_on_stop(self, report: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Cancel the work of the block once the run is to stop, also if that was requested before Spark started.
 
-        def poll() -> None:
-            try:
-                self.check()
-            except FloeError:
-                self.cancel()
+        `report`: called every POLL_INTERVAL_S seconds, in a thread, as long as the driver waits in the block; and at
+        its end.
+        """
+        ended = threading.Event()
 
-        return _polling(poll)
+        def watch() -> None:
+            while not ended.wait(POLL_INTERVAL_S):
+                try:
+                    self.check()
+                except FloeError:
+                    self.cancel()
+                report()
+
+        watching = threading.Thread(target=watch, name="spark-poll", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join()
+            report()
 
     def cancel(self) -> None:
         """Cancel all running jobs, from another thread: a caller that waits for one gets an error."""
@@ -362,42 +384,6 @@ class ItemLog:
 
     def close(self) -> None:
         self._progress.end_line()
-
-
-@contextmanager
-def _polling(poll: Callable[[], None]) -> Iterator[None]:
-    """Call `poll` in a thread, every POLL_INTERVAL_S seconds, as long as the driver waits in the block."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(POLL_INTERVAL_S):
-            poll()
-
-    watching = threading.Thread(target=watch, name="spark-poll", daemon=True)
-    watching.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watching.join()
-
-
-@contextmanager
-def _logging_items(finished: Accumulator[int], item_log: ItemLog) -> Iterator[None]:
-    """Report each item when its task has ended, while the driver waits for all of them."""
-
-    def poll() -> None:
-        bits = finished.value
-        for number in range(bits.bit_length()):
-            if bits >> number & 1:
-                item_log.add_done(number)
-
-    try:
-        with _polling(poll):
-            yield
-    finally:
-        poll()
-        item_log.close()
 
 
 def with_engine(settings: Settings, master: str | None, engine: str | None = None) -> Settings:
