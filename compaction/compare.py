@@ -6,7 +6,6 @@ superseded segments.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
@@ -85,17 +84,17 @@ class DeletionProof:
         stretches = self._cover.stretches(SequenceRange(int(wanted[0]), int(wanted[-1])))
         for stretch in stretches:
             here = wanted[_slice_within(wanted, stretch.rows)]
-            if (missing := self._first_missing_in(stretch.segment, here)) is not None:
+            if here.size and (missing := self._first_missing_in(stretch.segment, here)) is not None:
                 return stretch.segment, missing
         return None if stretches else (self._staying[-1], int(wanted[0]))
 
     def _first_missing_in(self, above: SegmentRef, wanted: IntArray) -> int | None:
-        reader = self._reader(above) if wanted.size else None
-        for number, group in enumerate(reader.row_groups if reader else ()):
+        reader = self._reader(above)
+        for number, group in enumerate(reader.row_groups):
             part = _slice_within(wanted, group.range)
             if part.start:
                 return int(wanted[0])
-            if reader and part.stop:
+            if part.stop:
                 if number != self._group:
                     batches = reader.batches(group.range, ("sequence",))
                     self._sequences = np.concatenate([each.column("sequence").to_numpy() for each in batches])
@@ -171,24 +170,15 @@ def _compare(
     # The sample keys of overlapping rows may come from different settings.
     is_whole = supersession.is_exact and supersession.is_disjoint
     names = SCHEMA.names[1:] if is_whole else CONTENT_COLUMNS
-    sequences: Values = above.column("sequence").to_pylist()
-    found: Values = pa.chunked_array([pa.repeat(False, above.num_rows)])
+    sequences: IntArray = above.column("sequence").to_numpy()
+    found = np.zeros(sequences.size, np.bool_)
     for segment in supersession.superseded:
         if segment.coverage.overlaps(window):
-            below = readers.rows(segment, window)
-            begin, end = _bounds(below, sequences)
-            hits = _find(segment, stretch.segment, below, above.slice(begin, end - begin), names)
-            if supersession.is_exact:
-                found = _or_at(found, begin, hits)
-    if supersession.is_exact and not pc.all(found, min_count=0).as_py():
-        raise _added_row(stretch.segment, sequences[pc.index(found, False).as_py()])
-
-
-def _bounds(below: pa.Table, sequences: list[int]) -> tuple[int, int]:
-    if not below.num_rows:
-        return 0, 0
-    wanted: Values = below.column("sequence")
-    return bisect_left(sequences, wanted[0].as_py()), bisect_right(sequences, wanted[-1].as_py())
+            within = _slice_within(sequences, segment.coverage)
+            hits = _find(segment, stretch.segment, readers.rows(segment, window), above[within], names)
+            found[within] |= hits.to_numpy()
+    if supersession.is_exact and not found.all():
+        raise _added_row(stretch.segment, int(sequences[np.argmin(found)]))
 
 
 def _find(segment: SegmentRef, above_ref: SegmentRef, below: pa.Table, above: pa.Table, names: Sequence[str]) -> Values:
@@ -203,13 +193,6 @@ def _find(segment: SegmentRef, above_ref: SegmentRef, below: pa.Table, above: pa
         if (row := first_difference(below.column(name), matching.column(name))) is not None:
             raise fork_error(segment, above_ref, wanted[row].as_py())
     return present
-
-
-def _or_at(found: Values, begin: int, hits: Values) -> Values:
-    end = begin + len(hits)
-    middle = pc.or_(found.slice(begin, len(hits)), hits)
-    parts = [found.slice(0, begin), middle, found.slice(end)]
-    return pa.chunked_array([chunk for part in parts for chunk in part.chunks], pa.bool_())
 
 
 def _missing_row(segment: SegmentRef, above: SegmentRef, sequence: int) -> DataError:
