@@ -16,8 +16,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import msgspec
-import pyarrow as pa
-import pyarrow.compute as pc
+import numpy as np
 
 from common.archive.documents import Document
 from common.archive.keys import Layout
@@ -96,7 +95,8 @@ class SignOffStore:
         written meanwhile, or if there are too many: the stored object then stays as it is. Raises the errors of the
         store.
         """
-        document, wire = self._document(chain), _SignOffWire(self._deep, end, _ascending(fingerprints))
+        marks = np.sort(np.array(fingerprints, np.uint64)).tobytes()  # without a Python integer for each
+        document, wire = self._document(chain), _SignOffWire(self._deep, end, marks)
         failpoint("verify.sign_off")
         try:
             return document.update(wire, former.etag)
@@ -112,13 +112,3 @@ class SignOffStore:
         key = self._layout.verify_result(chain, deep=self._deep)
         form = _SIGN_OFF.encode, _SIGN_OFF.decode
         return Document(self._objects, key, *form, check=check, max_bytes=SIGN_OFF_MAX_BYTES)
-
-
-def _ascending(fingerprints: array[int]) -> bytes:
-    """Return the bytes of `fingerprints` in ascending order; Arrow needs no Python integer for each."""
-    if not fingerprints:
-        return b""
-    values = pa.Array.from_buffers(pa.uint64(), len(fingerprints), [None, pa.py_buffer(fingerprints)])
-    ascending = values.take(pc.array_sort_indices(values))
-    values_buffer = ascending.buffers()[1]
-    return b"" if values_buffer is None else values_buffer.to_pybytes()[: len(fingerprints) * FINGERPRINT_BYTES]
