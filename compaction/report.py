@@ -9,26 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import click
-
 from common.archive.captures import CaptureRef
 from common.archive.checks import ForeignKeys
 from common.archive.documents import SnapshotRef
 from common.archive.keys import SegmentName
 from common.archive.segment import SegmentRef
-from common.chain import Chain
-from common.cli import print_json
 from common.clock import NS_PER_S, format_time
-from common.exits import exit_with_code
 from common.metrics import gauge
-from common.settings import loader
-from common.settings.root import Settings
 from common.settings.types import duration_words, format_count, format_duration, size_words
 from compaction.plan import Output, WaitingSegments
 from compaction.retention import RetentionReport
 from compaction.run import ChainSurvey, RunReport
 from compaction.sign_off import SignOff
-from compaction.spark import Spark
 from compaction.verify import FINDINGS, ChainReport, LevelReport
 
 Ref = TypeVar("Ref", SegmentRef, SnapshotRef, CaptureRef)
@@ -445,48 +437,3 @@ def read_last_success(path: Path) -> float | None:
             if name == f"floe_{_DONE}":
                 return float(value)
     return None
-
-
-_FORMAT = "floe_report"  # Spark registers `floe` itself and allows no replacement
-CHAIN_COLUMNS = ("site", "feed", "incarnation", "partition")
-
-
-def summarise(settings: Settings) -> list[dict[str, object]]:
-    """Return for each chain: messages, distinct sequences and subjects, bytes of payloads, first and last sequence.
-
-    Empty if the archive holds no message. Raises ConfigError if PySpark or Java is missing, Unavailable if Spark fails.
-    """
-    with Spark(settings) as spark:
-        session = spark.session()
-        from pyspark.sql import functions as f
-
-        from compaction.source import make_source
-
-        session.dataSource.register(make_source(settings, _FORMAT))
-        counted = (
-            session.read.format(_FORMAT)
-            .load()
-            .groupBy(*CHAIN_COLUMNS)
-            .agg(
-                f.count("*").alias("messages"),
-                f.count_distinct("sequence").alias("sequences"),
-                f.count_distinct("subject").alias("subjects"),
-                f.sum(f.octet_length("payload")).alias("payload_bytes"),
-                f.min("sequence").alias("first"),
-                f.max("sequence").alias("last"),
-            )
-        )
-        rows = [row.asDict() for row in counted.orderBy(*CHAIN_COLUMNS).collect()]
-    return [{"chain": str(Chain(*map(row.pop, CHAIN_COLUMNS))), **row} for row in rows]
-
-
-@click.command()
-@click.option("-c", "--config", "path", required=True, help="The configuration that names the store.")
-def main(path: str) -> None:
-    """Count the messages of the archive with a Spark query."""
-    print_json(summarise(loader.load(path)))
-
-
-if __name__ == "__main__":
-    with exit_with_code():
-        main(standalone_mode=False)

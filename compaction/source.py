@@ -45,7 +45,7 @@ from common.clock import SystemClock
 from common.metrics import version
 from common.objects.open import open_objects
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
-from common.settings.root import Settings, StoreSettings
+from common.settings.root import StoreSettings
 from common.settings.types import is_subject
 from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, parse_options
 from compaction.spark import Batches, Spark, make_task
@@ -132,21 +132,6 @@ class FloeDataSource(DataSource):
         options = self.read_options()
         options.check_allowed(streams=True)
         return _StreamReader(options)
-
-
-def make_source(settings: Settings, name: str) -> type[FloeDataSource]:
-    """Return the same source under `name`, its store given in code: no secret is passed as a Spark option."""
-
-    class _ConfiguredSource(FloeDataSource):
-        @classmethod
-        def name(cls) -> str:
-            return name
-
-        def read_options(self) -> ReadOptions:
-            options = parse_options({"url": settings.store.url, **self.options}, SystemClock().now())
-            return replace(options, store=settings.store, spool_dir=settings.spool_dir)
-
-    return _ConfiguredSource
 
 
 def make_frame(spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str]) -> DataFrame:

@@ -1,6 +1,7 @@
 """The demo's last step: reads every chain in three places, by Floe's own code and by Spark, and compares them."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -9,11 +10,14 @@ from dataclasses import asdict, dataclass, field
 from common.archive.segment import Message, Reason, SegmentRef
 from common.archive.store import SegmentStore
 from common.chain import Chain
+from common.cli import print_json
 from common.errors import FloeError
+from common.exits import exit_with_code
 from common.nats.client import FloeClient
 from common.open import open_chains, open_store
 from common.sequences import Stretch, cover
 from common.settings import loader
+from compaction.spark import Spark
 from infra.demo.world import (
     ADVISORIES,
     AWKWARD,
@@ -312,11 +316,12 @@ def _unexpected_chains(expected: list[Chain], archive: Mapping[Chain, object], a
 async def count_with_spark(
     world: DemoWorld, readings: list[ChainReadings], archived_since: Mapping[Chain, int]
 ) -> tuple[str, list[str]]:
-    """Count the archive's rows with a Spark query; return a sentence about it, and the differences from `readings`.
+    """Count the archive's rows with a Spark query, in another process; return a sentence about it, and the differences
+    from `readings`.
 
     `archived_since`: messages by chain that were archived after those readings.
     """
-    out = await run_command(world.folder, "spark query", "compaction.report", "-c", str(world.central_config))
+    out = await run_command(world.folder, "spark query", "infra.demo.compare", str(world.central_config))
     try:
         rows = {Chain.parse(row["chain"]): row for row in json.loads(out)}
     except (ValueError, KeyError, TypeError) as error:
@@ -329,6 +334,28 @@ async def count_with_spark(
     total = sum(row["messages"] for row in rows.values())
     senders = sum(row.get("subjects", 0) for chain, row in rows.items() if chain.feed == NODES)
     return f"Spark, reading the segments: {total:,} messages, {senders:,} nodes registered", problems
+
+
+SPARK_QUERY = """
+SELECT site, feed, incarnation, partition, count(*) AS messages, count(DISTINCT subject) AS subjects
+FROM {archive} GROUP BY site, feed, incarnation, partition
+"""
+
+
+def spark_counts(config: str) -> list[dict[str, object]]:
+    """Return the number of messages and of their subjects for each chain; empty if the archive holds no message.
+
+    Raises ConfigError if PySpark or Java is missing, Unavailable if Spark does not start.
+    """
+    with Spark(loader.load(config)) as spark:
+        session = spark.session()
+        archive = session.read.format("floe").option("config", config).load()
+        rows = session.sql(SPARK_QUERY, archive=archive).collect()
+    chains = (str(Chain(row.site, row.feed, row.incarnation, row.partition)) for row in rows)
+    return [
+        {"chain": chain, "messages": row.messages, "subjects": row.subjects}
+        for chain, row in zip(chains, rows, strict=True)
+    ]
 
 
 DRILL_FEED = (SITES[0], AWKWARD)  # the feed that holds every kind of message that is hard to carry
@@ -349,3 +376,8 @@ async def run_drill(world: DemoWorld) -> tuple[str, list[str]]:
         raise FloeError(f"floe drill --json: expected a report, found {out[:80]!r}", code="E-DEMO") from error
     problems = [] if is_well and rows else [f"drill of {site}/{feed}: {out[:500]}"]
     return f"{site}/{feed}: {rows:,} messages restored into a scratch stream in {seconds:.1f} s", problems
+
+
+if __name__ == "__main__":
+    with exit_with_code():
+        print_json(spark_counts(sys.argv[1]))

@@ -203,17 +203,12 @@ def test_local_tasks_are_retried_as_a_cluster_s_are():
 
 
 def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pytest.CaptureFixture[str]):
-    from compaction.source import make_source
-
-    secret = "canary-4711"
-    fields = {"access_key_id": "key", "secret_access_key": secret}
-    secretive = settings(archive).model_dump(by_alias=True) | {
-        "store": {"url": f"file://{archive.folder}/store", **fields}
-    }
-    session = spark_session()
-    session.dataSource.register(make_source(Settings.model_validate(secretive), "floe_secretive"))
+    secret, config = "canary-4711", archive.folder / "floe.yaml"
+    fields = f"access_key_id: key, secret_access_key: {secret}"
+    config.write_text(f"store: {{url: 'file://{archive.folder}/store', prefix: data, {fields}}}\n")
+    config.chmod(0o600)
     archive.put(1, 10)
-    frame = session.read.format("floe_secretive").load()
+    frame = spark_session().read.format("floe").option("config", str(config)).load()
     frame.explain(extended=True)
     assert frame.count() == 10
     assert secret not in capfd.readouterr().out
