@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute
 
 from common.archive.columns import CONTENT_COLUMNS, SCHEMA, first_difference
 from common.archive.guard import SegmentGone, fork_error
@@ -22,9 +24,9 @@ from common.archive.unread import UnreadableSegment, reading
 from common.errors import DataError
 from common.sequences import SequenceRange, Stretch, holes
 from compaction.supersede import SegmentCover, Supersession
-from compaction.union import Values, pc
 
 IntArray = npt.NDArray[np.int64]
+pc: Any = pyarrow.compute  # its stubs do not type kernels
 
 DENSE_SEQUENCES = 1 << 20  # sequences; a coverage up to here is checked as a whole before its rows are read
 WHOLE_FETCH_BYTES = 1 << 20  # stored; a segment up to here is fetched whole, by one request
@@ -181,7 +183,7 @@ def _compare(
         raise _added_row(stretch.segment, int(sequences[np.argmin(found)]))
 
 
-def _find(segment: SegmentRef, above_ref: SegmentRef, below: pa.Table, above: pa.Table, names: Sequence[str]) -> Values:
+def _find(segment: SegmentRef, above_ref: SegmentRef, below: pa.Table, above: pa.Table, names: Sequence[str]) -> Any:
     """Return a mask of the rows of `above` that are in `below`. Raises DataError if one is missing or different."""
     wanted = below.column("sequence")
     present = pc.is_in(above.column("sequence"), value_set=wanted)

@@ -1,6 +1,7 @@
 """Merge of one output: read, unite, spool, put, read back.
 
-It does not use Spark: Spark tasks and `--engine local` call it.
+It does not use Spark: Spark tasks and `--engine local` call it. Segments that do not overlap are passed through batch by
+batch.
 """
 
 from __future__ import annotations
@@ -8,26 +9,28 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute
 
 from common.archive.guard import MIB
 from common.archive.reader import SegmentReader
 from common.archive.segment import UNREAD_REASONS, Footer, Ledger, MergeInputs, Reason, SegmentRef
 from common.archive.store import SegmentStore
-from common.archive.unread import Batches, count_up_to
+from common.archive.unread import Batches, SegmentBatches, check_forks, count_up_to, merge_windows
 from common.archive.writer import SegmentWriter, SpooledSegment
 from common.errors import SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
 from common.metrics import version
 from common.sequences import SequenceRange, Stretch, cover, preference
 from compaction.plan import Output
-from compaction.union import Values, union
+
+pc: Any = pyarrow.compute  # its stubs do not type kernels, nor the arrays that these accept
 
 
 class RowTally:
@@ -46,7 +49,7 @@ class RowTally:
         self._unread: dict[int, _MissingSequences] = {}
         self._index = 0
 
-    def add(self, sequences: Values) -> None:
+    def add(self, sequences: Any) -> None:
         """Count rows by their sequences, which ascend from call to call and lie in the coverage."""
         while len(sequences):
             last = self.stretches[self._index].rows.last
@@ -90,7 +93,7 @@ class _MissingSequences:
         self.within, self._next = within, within.first
         self._first = self._last = self._missing = 0
 
-    def add(self, sequences: Values) -> None:
+    def add(self, sequences: Any) -> None:
         first, last = (count_up_to(sequences, n) for n in (self.within.first - 1, self.within.last))
         for sequence in sequences.slice(first, last - first).to_pylist():
             self._add_missing(sequence - 1)
@@ -188,6 +191,39 @@ def _sampling(footers: Iterable[Footer]) -> tuple[Mapping[str, Any] | None, str]
         [(digest, settings)] = found.items()
         return settings, digest
     return {"merged": found}, hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
+
+
+def union(segments: Iterable[SegmentRef], open_segment: Callable[[SegmentRef], SegmentReader]) -> Batches:
+    """Yield the rows of `segments` in ascending order; rows of one sequence in several segments once, in bounded
+    memory: of overlapping segments, the rows up to the sequence that every open one has reached are merged, one batch
+    of each at a time. Equal sequences must have equal content; otherwise two histories share one name (a fork).
+
+    A segment is opened when its coverage is reached and closed after its last row. Raises DataError (E-FORK) that names
+    two segments with different rows of one sequence, UnreadableSegment, and the errors of the store.
+    """
+
+    def read(segment: SegmentRef) -> Batches:
+        with open_segment(segment) as reader:
+            yield from reader.batches()
+
+    # Of equal rows the first is kept: the row of the segment that the cover rule prefers.
+    with closing(merge_windows(segments, read)) as windows:
+        for parts in windows:
+            yield parts[0][1] if len(parts) == 1 else _merge_batches(parts)
+
+
+def _merge_batches(parts: SegmentBatches) -> pa.RecordBatch:
+    """Return the rows of overlapping batches, sorted, the first row of each sequence. Raises DataError for a fork."""
+    table = pa.Table.from_batches([batch for _, batch in parts])
+    order: Any = pc.sort_indices(table.column("sequence"))  # stable: equal sequences keep the order of the parts
+    merged = table.take(order)
+    sequences: Any = merged.column("sequence").combine_chunks()
+    repeats: Any = pc.equal(sequences[1:], sequences[:-1])
+    if pc.any(repeats).as_py():
+        check_forks(parts)
+        merged = merged.filter(pa.concat_arrays([pa.array([True]), pc.invert(repeats)]))
+    [batch] = merged.combine_chunks().to_batches()
+    return batch
 
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 from pydantic import ValidationError
@@ -20,7 +21,6 @@ from common.nats.headers import parse_block
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import StoreSettings
 from common.settings.types import is_filter, parse_duration
-from compaction.union import Values
 
 _CHAIN = {"site": pa.string(), "feed": pa.string(), "incarnation": pa.int32(), "partition": pa.int32()}
 
@@ -35,7 +35,7 @@ SEGMENT_FIELD = pa.field("segment", pa.int32(), nullable=False)
 def arrange_columns(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: int) -> pa.RecordBatch:
     parts = {**chain.log_context(), "segment": segment}
 
-    def column(name: str) -> Values:
+    def column(name: str) -> Any:
         if name == HEADERS_PARSED.name:
             return pa.array(map(_pairs, batch.column("headers").to_pylist()), HEADERS_PARSED.type)
         if name in parts:

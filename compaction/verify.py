@@ -35,11 +35,11 @@ from common.exits import config_in_use, set_config
 from common.objects.port import DeletedObject, VersionedStore
 from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
+from compaction.merge import union
 from compaction.plan import blocks
 from compaction.run import BATCH_SEGMENTS, Runner, in_parallel, late_rows_remedies
 from compaction.sign_off import SignOff, SignOffStore, fingerprint
 from compaction.supersede import Supersession, find_supersessions
-from compaction.union import union
 
 CONCURRENT_REQUESTS = 8
 HIDDEN_SEGMENTS_SHOWN = 5  # hidden segments that a hint names for one hole
