@@ -324,8 +324,8 @@ class Compaction:
         index = TombstoneIndex(segments)
         for info in names:
             try:
-                if (stone := self._tombstones.read(chain, info)) is not None:
-                    index.add(stone)
+                if (stone := self._tombstones.read(chain, info.key)) is not None:
+                    index.add(stone, info.key, info.modified)
             except DataError as error:
                 index.problems.append(replace(Failure.of(f"tombstones of {chain}", error, chain), suspects=(info.key,)))
         return index

@@ -103,17 +103,9 @@ _FIELDS = {"format_version", "superseded", "superseding"}
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTombstone:
-    """A tombstone in the store. `written_at`: seconds since 1970 UTC by the store's clock."""
-
-    tombstone: Tombstone
-    key: str
-    written_at: float
-
-
-@dataclass(frozen=True, slots=True)
 class TombstoneMatch:
-    """The listed segments that a tombstone names; 8 bytes for each segment, by its place in the listing.
+    """The listed segments that a tombstone names; 8 bytes for each segment, by its place in the listing. `written_at`:
+    seconds since 1970 UTC by the store's clock.
 
     `superseded`: those of them that are listed; `changed`: among these, those with another length than the tombstone
     states. `superseding`: None if one is not listed with the length that the tombstone states.
@@ -138,16 +130,16 @@ class TombstoneIndex:
         self._is_superseded = bytearray(len(listed))  # superseded by any tombstone: none of these may supersede another
         self._matches: list[TombstoneMatch] = []
 
-    def add(self, stone: StoredTombstone) -> None:
+    def add(self, stone: Tombstone, key: str, written_at: float) -> None:
         superseded, changed = array("q"), set()
-        for segment in stone.tombstone.superseded:
+        for segment in stone.superseded:
             if (place := self.segments.index_of(segment)) is not None:
                 superseded.append(place)
                 self._is_superseded[place] = 1
                 if self.segments.size_at(place) != segment.size:
                     changed.add(place)
-        superseding = self._places(stone.tombstone.superseding)
-        self._matches.append(TombstoneMatch(stone.key, stone.written_at, superseded, frozenset(changed), superseding))
+        superseding = self._places(stone.superseding)
+        self._matches.append(TombstoneMatch(key, written_at, superseded, frozenset(changed), superseding))
 
     def _places(self, segments: Iterable[SegmentRef]) -> array[int] | None:
         found = array("q")
@@ -203,10 +195,9 @@ class TombstoneStore:
     def names(self, chain: Chain) -> list[ObjectInfo]:
         return self._objects.list(self._layout.tombstones_prefix(chain))
 
-    def read(self, chain: Chain, info: ObjectInfo) -> StoredTombstone | None:
+    def read(self, chain: Chain, key: str) -> Tombstone | None:
         """Return the tombstone; None if it was deleted meanwhile. Raises DataError (E-STATE-JSON) if it is invalid."""
-        found = self._document(chain, info.key).read()
-        return None if found is None else StoredTombstone(found, info.key, info.modified)
+        return self._document(chain, key).read()
 
     def put(self, supersession: Supersession) -> str:
         """Write it, read it back, and return its key; an equal one that exists already keeps its age.

@@ -16,7 +16,7 @@ from common.sequences import holes
 from compaction.plan import Planner, WaitingSegments, blocks
 from compaction.run import Compaction, LocalRunner, RunReport, Selection
 from compaction.supersede import find_supersessions, may_supersede, unsuperseded
-from compaction.tombstones import StoredTombstone, Tombstone
+from compaction.tombstones import Tombstone
 from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, begun, index_of, plan, ref, refs, rows, table_of
 
 SEGMENTS = refs(60, level=2, size=500, count=25)
@@ -118,17 +118,14 @@ def test_what_is_contained_is_below_and_within_what_replaces_it(segments):
 @given(SEGMENTS, st.sets(st.integers(0, 24)))
 def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
     """Delete any part, in any order, also with concurrent deletions."""
-    stones = [
-        StoredTombstone(Tombstone.of(s), f"t{n}", NOW - 10)
-        for n, s in enumerate(find_supersessions(segments))
-        if n not in kept
-    ]
+    found = enumerate(find_supersessions(segments))
+    stones = [(Tombstone.of(s), f"t{n}", NOW - 10) for n, s in found if n not in kept]
     going = {s.key for each in index_of(table_of(segments), stones).deletable(NOW, 10) for s in each.superseded}
     left = [s for s in segments if s.key not in going]
     assert covered(left) == covered(segments)
     assert max((s.coverage.last for s in left), default=0) == max((s.coverage.last for s in segments), default=0)
-    replacing = {u.key for stone in stones for u in stone.tombstone.superseding}
-    assert not going & (replacing - {s.key for stone in stones for s in stone.tombstone.superseded})
+    replacing = {u.key for stone, _, _ in stones for u in stone.superseding}
+    assert not going & (replacing - {s.key for stone, _, _ in stones for s in stone.superseded})
 
 
 @given(POLICIES)

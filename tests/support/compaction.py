@@ -29,7 +29,7 @@ from common.sequences import SequenceRange, cover
 from compaction.plan import Output, Planner, WaitingSegments, blocks
 from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, RunReport, Selection
-from compaction.tombstones import StoredTombstone, TombstoneIndex
+from compaction.tombstones import Tombstone, TombstoneIndex
 from tests.support.basics import PATIENCE, eventually, has_stopped
 from tests.support.clock import ManualClock
 
@@ -192,11 +192,15 @@ def table_of(refs: Iterable[SegmentRef]) -> SegmentTable:
     return SegmentTable(sorted(refs, key=lambda ref: (ref.level, ref.name)))
 
 
+#: A tombstone with its key and its time in the store.
+StoredTombstone = tuple[Tombstone, str, float]
+
+
 def index_of(listed: SegmentTable, stones: Iterable[StoredTombstone]) -> TombstoneIndex:
     """Return the index of these tombstones over the listed segments."""
     index = TombstoneIndex(listed)
     for stone in stones:
-        index.add(stone)
+        index.add(*stone)
     return index
 
 

@@ -16,9 +16,9 @@ from common.logs import RESERVED_KEYS
 from compaction.merge import prefetch
 from compaction.plan import Output, Planner, blocks, unite, unsuperseded_overlaps
 from compaction.supersede import find_supersessions, may_supersede, supersession_of_merge, unsuperseded
-from compaction.tombstones import StoredTombstone, Tombstone, TombstoneIndex
+from compaction.tombstones import Tombstone, TombstoneIndex
 from tests.support.basics import PATIENCE
-from tests.support.compaction import CHAIN, LAYOUT, NOW, TestPolicy, index_of, plan, ref, table_of
+from tests.support.compaction import CHAIN, LAYOUT, NOW, StoredTombstone, TestPolicy, index_of, plan, ref, table_of
 
 
 def ranges(outputs: list[Output]) -> list[str]:
@@ -176,7 +176,7 @@ LISTING = [*INPUTS, OUTPUT, BEYOND]
 
 def stored(output=OUTPUT, inputs=INPUTS, *, age: float = 1000) -> StoredTombstone:
     stone = Tombstone.of(supersession_of_merge(output, inputs))
-    return StoredTombstone(stone, stone.name, NOW - age)
+    return stone, stone.name, NOW - age
 
 
 def going(listing=LISTING, stones=None, *, grace: float = 100) -> list[str]:
@@ -189,7 +189,7 @@ def index(listing, *stones: StoredTombstone) -> TombstoneIndex:
 
 
 def changed(**fields: object) -> bytes:
-    return json.dumps(json.loads(stored().tombstone.to_json()) | fields).encode()
+    return json.dumps(json.loads(stored()[0].to_json()) | fields).encode()
 
 
 def test_two_jobs_write_the_same_bytes_under_the_same_name_which_are_read_back():
@@ -231,18 +231,18 @@ def test_nothing_goes_when_what_replaces_it_is_condemned_itself():
     upper = ref(1, 1000, 2)
     stones = [stored(), stored(upper, [OUTPUT])]
     assert going([*LISTING, upper], stones) == ["1..100"]
-    assert [stone.key for stone in index([*LISTING, upper], *stones).valid_matches()] == [stones[1].key]
+    assert [stone.key for stone in index([*LISTING, upper], *stones).valid_matches()] == [stones[1][1]]
     assert [*index([*LISTING, upper], *stones).superseded_mask()] == [0, 0, 0, 1, 0]
 
 
 def test_a_tombstone_is_done_when_all_it_names_is_gone():
     assert (index(LISTING, stored()).finished_keys(), index([INPUTS[1], OUTPUT], stored()).finished_keys()) == ([], [])
-    assert index([OUTPUT], stored()).finished_keys() == [stored().key]
+    assert index([OUTPUT], stored()).finished_keys() == [stored()[1]]
 
 
 def test_a_tombstone_names_segments_of_its_own_chain_only():
     foreign = Chain("eu-west", "NODES")
-    stone = Tombstone.from_json(stored().tombstone.to_json(), LAYOUT, foreign)
+    stone = Tombstone.from_json(stored()[0].to_json(), LAYOUT, foreign)
     assert {s.chain for s in (*stone.superseded, *stone.superseding)} == {foreign}
 
 

@@ -56,7 +56,7 @@ def test_segments_and_tombstones_of_every_version_are_read(objects: LocalObjects
     assert store.footer(first).unread == store.footer(merged).unread == golden.UNREAD
     assert (store.footer(merged).inputs.count, store.footer(second).unread) == (2, None)
     tombstones = TombstoneStore(objects, LAYOUT)
-    [stone] = [tombstones.read(CHAIN, info).tombstone for info in tombstones.names(CHAIN)]
+    [stone] = [tombstones.read(CHAIN, info.key) for info in tombstones.names(CHAIN)]
     assert [ref.name for ref in (*stone.superseded, *stone.superseding)] == [first.name, second.name, merged.name]
 
 
