@@ -1,7 +1,7 @@
 """Merge of one output: read, unite, spool, put, read back.
 
-It does not use Spark: Spark tasks and `--engine local` call it. Segments that do not overlap are passed through batch by
-batch.
+It does not use Spark: Spark tasks and `--engine local` call it. Segments that do not overlap are passed through, batch
+by batch.
 """
 
 from __future__ import annotations

@@ -154,7 +154,12 @@ class WaitingSegments:
     runs: int = field(default=0, init=False)
     largest: int = field(default=0, init=False)
     too_few: int = field(default=0, init=False)
-    _next: _NextMerge = field(default_factory=lambda: _NextMerge(), init=False)
+    # Adjacent blocks that may be merged before `_merge_at`, the earliest time so far, by the policy key `_merge_key`.
+    _blocks: list[SegmentBlock] = field(default_factory=list, init=False)
+    _last: int = field(default=0, init=False)
+    _limit: int = field(default=1000, init=False)
+    _merge_at: float = field(default=math.inf, init=False)
+    _merge_key: str = field(default="", init=False)
 
     @property
     def segments(self) -> int:
@@ -168,7 +173,7 @@ class WaitingSegments:
         self.young += len(block.segments)
         self.young_bytes += block.size
         self.young_until = min(self.young_until, block.newest + self.policy.min_age)
-        self._next.add(block, self.policy)
+        self._add_block(block)
 
     def add_small(self, group: _Group) -> None:
         self.small += len(group.segments)
@@ -177,56 +182,42 @@ class WaitingSegments:
         self.largest = max(self.largest, group.size)
         self.too_few += len(group.segments) if group.due_at(self.policy, is_full=False) == math.inf else 0
         for block in group.blocks:
-            self._next.add(block, self.policy)
+            self._add_block(block)
 
     def next_merge(self) -> tuple[float, str]:
         """Return the time of the next merge if nothing else arrives, and its policy key; `inf` and empty if there is
-        none.
+        none. No later block may be adjacent to those so far.
 
-        From that time on, and not before, a planner makes an output of waiting segments.
+        From that time on, and not before, a planner makes an output of waiting segments. It is found by planning at
+        each time at which a block gets old enough. If some blocks make an output at one time, they make one at any
+        later time too, with more of them: so by bisection.
         """
-        return self._next.end(self.policy)
+        found = {_max_wait_time(each.oldest, self.policy): "max_wait" for each in self._blocks}
+        found |= {each.newest + self.policy.min_age: "min_age" for each in self._blocks}
+        moments = sorted(at for at in found if at < self._merge_at)
+        place = bisect_left(moments, True, key=lambda at: Planner(self.policy, at).is_any_due(self._blocks))
+        if place < len(moments):
+            self._merge_at, self._merge_key = moments[place], found[moments[place]]
+        self._blocks = []
+        return self._merge_at, self._merge_key
 
-
-@dataclass(slots=True)
-class _NextMerge:
-    """The earliest time at which waiting blocks would be merged, by planning at each time at which one gets old enough.
-
-    If some blocks make an output at one time, they make one at any later time too, with more of them: so the time is
-    found by bisection. Of adjacent blocks only those are kept that may be merged before the earliest time so far.
-    """
-
-    at: float = math.inf
-    key: str = ""
-    _blocks: list[SegmentBlock] = field(default_factory=list)
-    _last: int = 0
-    _limit: int = 1000
-
-    def add(self, block: SegmentBlock, policy: LevelSettings) -> None:
-        is_late = block.newest + policy.min_age >= self.at
+    def _add_block(self, block: SegmentBlock) -> None:
+        is_late = self._is_late(block)
         if is_late or block.first != self._last + 1:
-            self.end(policy)
+            self.next_merge()
         self._last = block.last
         if is_late:
             return
         self._blocks.append(block)
         if len(self._blocks) >= self._limit:
             kept = self._blocks
-            self.end(policy)
-            late = [n for n, each in enumerate(kept, 1) if each.newest + policy.min_age >= self.at]
+            self.next_merge()
+            late = [number for number, each in enumerate(kept, 1) if self._is_late(each)]
             self._blocks = kept[late[-1] if late else 0 :]
             self._limit = max(1000, 2 * len(self._blocks))
 
-    def end(self, policy: LevelSettings) -> tuple[float, str]:
-        """Evaluate the blocks, to which no later one is adjacent. Return the earliest time so far, and its key."""
-        found = {_max_wait_time(each.oldest, policy): "max_wait" for each in self._blocks}
-        found |= {each.newest + policy.min_age: "min_age" for each in self._blocks}
-        moments = sorted(at for at in found if at < self.at)
-        place = bisect_left(moments, True, key=lambda at: Planner(policy, at).is_any_due(self._blocks))
-        if place < len(moments):
-            self.at, self.key = moments[place], found[moments[place]]
-        self._blocks = []
-        return self.at, self.key
+    def _is_late(self, block: SegmentBlock) -> bool:
+        return block.newest + self.policy.min_age >= self._merge_at
 
 
 def unite(late: Iterable[Iterable[SegmentRef]], until: float = math.inf) -> list[Output]:
