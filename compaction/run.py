@@ -37,12 +37,12 @@ from common.logs import get_logger
 from common.objects.port import ObjectInfo
 from common.sequences import SequenceRange, cover
 from compaction.compare import DeletionProof, prove_by_reading
-from compaction.failures import Failure
+from compaction.failures import Failure, KnownFailures
 from compaction.merge import MergedSegment, merge
 from compaction.plan import Block, Output, Planner, WaitingSegments, blocks, unite, unsuperseded_overlaps
 from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemLog
-from compaction.supersede import KnownFailures, Supersession, find_supersessions, supersession_of_merge
+from compaction.supersede import Supersession, find_supersessions, supersession_of_merge
 from compaction.tombstones import TombstoneIndex, TombstoneStore, outdated_snapshots
 
 if TYPE_CHECKING:

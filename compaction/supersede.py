@@ -8,21 +8,14 @@ segment is only a candidate: `compaction.compare` reads its rows before a tombst
 
 from __future__ import annotations
 
-import hashlib
-import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from common.archive.keys import Layout
 from common.archive.segment import SegmentRef
-from common.chain import Chain
-from common.errors import DataError
-from common.objects.port import ObjectStore
 from common.sequences import SequenceRange, Stretch, cover
-from compaction.failures import Failure
 
 Stretches = tuple[Stretch[SegmentRef], ...]
 
@@ -150,49 +143,3 @@ class SegmentCover:
                 return tuple(taken)
             position, index = rows.last + 1, index + 1
         return ()
-
-
-RECORD_MAX_BYTES = 64 * 1024  # of one record
-
-
-class KnownFailures:
-    """Records of the failures that were reported for the chains of one store."""
-
-    def __init__(self, objects: ObjectStore, layout: Layout) -> None:
-        self._objects, self._layout = objects, layout
-
-    def known(self, failures: Iterable[Failure]) -> list[Failure]:
-        known = self._listed()
-        return [failure for failure in failures if self._key(failure) in known]
-
-    def update(self, chains: Sequence[Chain], failures: Iterable[Failure]) -> None:
-        """Record the new ones of `failures`, all present failures of `chains`; remove the records of past ones."""
-        known = self._listed()
-        found = {key: failure for failure in failures if (key := self._key(failure))}
-        for key, failure in found.items():
-            if key not in known:
-                body = {"what": failure.work, "error": failure.line, "objects": failure.suspects}
-                self._objects.put(key, json.dumps(body, sort_keys=True).encode())
-        prefixes = tuple(map(self._layout.reported_prefix, chains))
-        for key in sorted(known - found.keys()):
-            if key.startswith(prefixes) and self._is_over(key):
-                self._objects.delete(key)
-
-    def _is_over(self, key: str) -> bool:
-        """True if the record at `key` is unreadable, names no object, or names one that no longer exists."""
-        raw = self._objects.get(key, length=RECORD_MAX_BYTES) or b""
-        try:
-            named = json.loads(raw)["objects"]
-            return not named or any(self._objects.head(str(each)) is None for each in named)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return True
-
-    def _listed(self) -> set[str]:
-        return {info.key for info in self._objects.list(self._layout.reported_prefix())}
-
-    def _key(self, failure: Failure) -> str:
-        """Return the key of the failure's record; empty for a failure that does not concern the data of one chain."""
-        if failure.chain is None or failure.exit_code != DataError.exit_code:
-            return ""
-        digest = hashlib.sha256(failure.line.encode()).hexdigest()[:16]
-        return f"{self._layout.reported_prefix(failure.chain)}{digest}.json"
