@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from common.archive.guard import ForkError, SegmentGone
@@ -45,6 +46,15 @@ class Failure:
         suspects = error.keys if isinstance(error, ForkError) else damaged
         is_stale = isinstance(error, SegmentGone)
         return cls(work, error.as_text(), error.exit_code, frozenset(damaged), is_stale, error.code, suspects, chain)
+
+
+@contextmanager
+def noting(failures: list[Failure], work: str, chain: Chain | None = None) -> Iterator[None]:
+    """Add an error of the block to `failures`, and leave the block. `work`, `chain`: of the failure."""
+    try:
+        yield
+    except FloeError as error:
+        failures.append(Failure.of(work, error, chain))
 
 
 def exit_code(failures: Iterable[Failure]) -> int:

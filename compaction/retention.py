@@ -30,11 +30,11 @@ from common.archive.store import SegmentStore
 from common.archive.table import SegmentTable
 from common.chain import Chain
 from common.clock import NS_PER_S
-from common.errors import DataError, FloeError
+from common.errors import DataError
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.sequences import MAX_SEQUENCE, Stretch, cover
-from compaction.failures import Failure
+from compaction.failures import Failure, noting
 
 log = get_logger(__name__)
 
@@ -257,15 +257,12 @@ class Retention:
             if (floor := planned.floors.get(each.chain)) is None:
                 continue
             check()
-            try:
+            with noting(report.failures, f"floor of {each.chain}", each.chain):
                 failpoint("compaction.floor")
                 self._documents.raise_floor(each.chain, floor)  # returns once it was read back
-            except FloeError as error:
-                report.failures.append(Failure.of(f"floor of {each.chain}", error, each.chain))
-                continue
-            failpoint("compaction.after_floor")
-            limits[each.chain] = report.floors[each.chain] = floor
-            log.info("floor raised", action="floor_raised", floor=floor, **each.chain.log_context())
+                failpoint("compaction.after_floor")
+                limits[each.chain] = report.floors[each.chain] = floor
+                log.info("floor raised", action="floor_raised", floor=floor, **each.chain.log_context())
         for ref in self._find_captures(chains, limits, report):
             check()
             self._delete_capture(ref, report)
@@ -317,13 +314,10 @@ class Retention:
         for segment in each.below(limit):
             check()
             failpoint("compaction.expire")
-            try:
+            with noting(report.failures, f"delete of {segment.key}"):
                 self._store.delete(segment)
-            except FloeError as error:
-                report.failures.append(Failure.of(f"delete of {segment.key}", error))
-                continue
-            report.expired.extend([segment])
-            deleted += 1
+                report.expired.extend([segment])
+                deleted += 1
         if deleted:
             log.info("segments expired", action="segments_expired", segments=deleted, **each.chain.log_context())
 
@@ -336,19 +330,14 @@ class Retention:
         found = list[CaptureRef]()
         for first in sorted({replace(chain, partition=0) for chain in report.floors}):
             floor = min(floors.get(chain, 1) for chain in chains if chain.incarnation == first.incarnation)
-            try:
+            with noting(report.failures, f"captures of {first}", first):
                 for kind in CAPTURES:
                     found += unneeded_captures(self._captures.list_captures(first, kind), floor)
-            except FloeError as error:
-                report.failures.append(Failure.of(f"captures of {first}", error, first))
         return found
 
     def _delete_capture(self, ref: CaptureRef, report: RetentionReport) -> None:
-        try:
+        with noting(report.failures, f"delete of {ref.key}"):
             self._store.objects.delete(ref.key)
-        except FloeError as error:
-            report.failures.append(Failure.of(f"delete of {ref.key}", error))
-        else:
             report.captures.append(ref)
             log.debug("capture expired", action="capture_expired", key=ref.key)
 

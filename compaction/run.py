@@ -37,7 +37,7 @@ from common.logs import get_logger
 from common.objects.port import ObjectInfo
 from common.sequences import SequenceRange, cover
 from compaction.compare import DeletionProof, prove_by_reading
-from compaction.failures import Failure, KnownFailures
+from compaction.failures import Failure, KnownFailures, noting
 from compaction.merge import MergedSegment, merge
 from compaction.plan import Block, Output, Planner, WaitingSegments, blocks, unite, unsuperseded_overlaps
 from compaction.retention import Retention, RetentionReport
@@ -558,11 +558,9 @@ class Compaction:
     def _split_known_failures(self, chains: Sequence[Chain]) -> None:
         """Separate failures that were reported before from new ones; if the records cannot be read, all are new."""
         report = self._report
-        try:
+        with noting(report.failures, "record of reported problems"):
             report.known_failures = self.known_failures.known(report.failures)
             self.known_failures.update(chains, report.failures)
-        except FloeError as error:
-            report.failures.append(Failure.of("record of reported problems", error))
 
 
 def in_parallel(work: Callable[[T], R], items: Iterable[T], most: int = CONCURRENT_LISTINGS) -> Iterator[R]:
