@@ -219,23 +219,26 @@ def verify_chains(
 
     def run_tasks() -> None:
         tasks = [task for _, task in waiting]
-        results = _distribute(runner, tasks) if runner and tasks else [check_task(store, t, on_segment) for t in tasks]
+        if runner and tasks:
+            results = _distribute(runner, tasks)
+        else:
+            results = [_TaskCheck(store, task, on_segment).run() for task in tasks]
         for (verification, task), result in zip(waiting, results, strict=True):
             if isinstance(result, FloeError):
                 raise result
             verification.add_result(task, result)
         waiting.clear()
-        reports.extend(verification.finish(store, chains) for verification in begun)
+        reports.extend(verification.finish() for verification in begun)
         begun.clear()
 
     def begin(chain: Chain) -> tuple[_Verification, SegmentTable]:
-        verification = _Verification(chain, sign_offs)
-        return verification, verification.begin(store, chains, deep=deep)
+        verification = _Verification(store, chains, chain, sign_offs, deep=deep)
+        return verification, verification.begin()
 
     # Ahead of their turn, because a small chain mostly waits for its documents. A deep check takes too long for that.
     for verification, table in in_parallel(begin, selected, 1 if deep else CONCURRENT_REQUESTS):
         on_listed(verification.chain, len(table))
-        for task in verification.tasks(table, window, deep=deep):
+        for task in verification.tasks(table, window):
             waiting.append((verification, task))
             count += len(task.segments)
             if runner is None or count >= BATCH_SEGMENTS:
@@ -263,8 +266,10 @@ class _Verification:
     missing documents. `_fingerprints`: of segments that may be signed off.
     """
 
-    def __init__(self, chain: Chain, sign_offs: SignOffStore | None) -> None:
-        self.chain = self._chain = chain
+    def __init__(
+        self, store: SegmentStore, chains: ChainStore, chain: Chain, sign_offs: SignOffStore | None, *, deep: bool
+    ) -> None:
+        self.chain, self._store, self._chains, self._deep = chain, store, chains, deep
         self._report, self._sign_offs = ChainReport(chain), sign_offs
         self._former = sign_offs.read(chain) if sign_offs else SignOff()
         self._cross_problems: list[VerifyProblem] = []
@@ -276,17 +281,17 @@ class _Verification:
         self._end: int | None = None
         self._tail = self._other_partitions = 0
 
-    def begin(self, store: SegmentStore, chains: ChainStore, *, deep: bool) -> SegmentTable:
+    def begin(self) -> SegmentTable:
         """Read the documents; then list and return the segments."""
         # Before the listing: segments that are written meanwhile can only extend the coverage.
-        self._read_documents(chains)
-        self._read_captures(chains, deep=deep)
-        table = store.table(self._chain)
+        self._read_documents()
+        self._read_captures()
+        table = self._store.table(self.chain)
         self._check_documents(bool(table))
-        self._accepted = [gap.range for gap in chains.gaps(self._chain)]
+        self._accepted = [gap.range for gap in self._chains.gaps(self.chain)]
         return table
 
-    def tasks(self, table: SegmentTable, window: int, *, deep: bool) -> Iterator[VerifyTask]:
+    def tasks(self, table: SegmentTable, window: int) -> Iterator[VerifyTask]:
         for each in table.windows(window):
             task: list[SegmentRef] = []
             size = 0
@@ -294,47 +299,47 @@ class _Verification:
                 if self._former.fingerprints and all(segment in self._former for segment in block):
                     self._skip_signed_off(block)
                     continue
-                added = sum(segment.size for segment in block) if deep else 0
+                added = sum(segment.size for segment in block) if self._deep else 0
                 if task and size + added > TASK_MAX_BYTES:
-                    yield self._task(task, deep=deep)
+                    yield self._task(task)
                     task, size = [], 0
                 task += block
                 size += added
             if task:
-                yield self._task(task, deep=deep)
+                yield self._task(task)
 
-    def _task(self, segments: Sequence[SegmentRef], *, deep: bool) -> VerifyTask:
+    def _task(self, segments: Sequence[SegmentRef]) -> VerifyTask:
         within = SequenceRange(segments[0].coverage.first, max(s.coverage.last for s in segments))
         accepted = tuple(gap for gap in self._accepted if gap.overlaps(within))
-        return VerifyTask(self._chain, tuple(segments), accepted, deep, config_in_use())
+        return VerifyTask(self.chain, tuple(segments), accepted, self._deep, config_in_use())
 
     # Documents and captures
 
-    def _read_documents(self, chains: ChainStore) -> None:
-        chain, layout = self._chain, chains.layout
+    def _read_documents(self) -> None:
+        chain, chains, layout = self.chain, self._chains, self._chains.layout
         self._tail = chains.read_tail(chain) or 0
         document = self._read(lambda: chains.read_chain(chain), layout.chain_document(chain))
         self._first = document.first if document else None
         self._end = self._read(lambda: chains.read_end(chain))
         if document is None and self._end:
-            self._other_partitions = self._read(lambda: self._count_other_partitions(chains)) or 0
+            self._other_partitions = self._read(self._count_other_partitions) or 0
         # Without it the end of the previous incarnation is unknown, and no target starts this one.
         self._read(lambda: chains.read_stream(chain), layout.stream_document(chain) if chain.incarnation else "")
 
-    def _count_other_partitions(self, chains: ChainStore) -> int:
+    def _count_other_partitions(self) -> int:
         """Return the number of other partitions of the incarnation that had an end above 0 and have no `chain.json`."""
-        chain = self._chain
+        chain, chains = self.chain, self._chains
         following = chains.read_stream(chain.next_incarnation())
         known = {n for n, end in ((following and following.previous) or {}).items() if end}
         there = chains.chains(chain.site, chain.feed, chain.incarnation)
         return len(known - {each.partition for each in there} - {chain.partition})
 
-    def _read_captures(self, chains: ChainStore, *, deep: bool) -> None:
+    def _read_captures(self) -> None:
         """Read the newest capture of each kind, which a restore of everything takes; deep: every one."""
-        captures = CaptureStore(chains.layout, chains.objects)
-        for kind in () if self._chain.partition else CAPTURES:
-            refs = captures.list_captures(self._chain, kind)
-            for ref in refs if deep else refs[-1:]:
+        captures = CaptureStore(self._chains.layout, self._chains.objects)
+        for kind in () if self.chain.partition else CAPTURES:
+            refs = captures.list_captures(self.chain, kind)
+            for ref in refs if self._deep else refs[-1:]:
                 self._read(partial(captures.read, ref))
 
     def _read(self, read: Callable[[], T | None], needed: str = "") -> T | None:
@@ -397,14 +402,14 @@ class _Verification:
 
     # The whole chain
 
-    def finish(self, store: SegmentStore, chains: ChainStore) -> ChainReport:
+    def finish(self) -> ChainReport:
         """Return the report, after all tasks were taken; sign off the segments that may be."""
         report = self._report
         # Read at the end: sequences that retention has deleted meanwhile are no hole.
-        floor = self._read(lambda: chains.read_floor(self._chain))
+        floor = self._read(lambda: self._chains.read_floor(self.chain))
         self._first = max(self._first, floor or 1) if self._first else floor
         report.levels = dict(sorted(report.levels.items()))
-        self._check_coverage(store)
+        self._check_coverage()
         self._check_end()
         report.accepted += self._accepted_in_windows
         report.problems += self._cross_problems
@@ -413,7 +418,7 @@ class _Verification:
             report.sign_off_error = self._sign_off(self._sign_offs)
         return report
 
-    def _check_coverage(self, store: SegmentStore) -> None:
+    def _check_coverage(self) -> None:
         stretches = self._covered.stretches()
         last = max(self._covered.end, self._tail) if self._end is None else self._end
         first = self._first or (stretches[0].first if stretches else 1)
@@ -427,9 +432,8 @@ class _Verification:
             for part in left:
                 text = f"sequences {part} are in no readable segment"
                 is_on_its_way = self._end is None and part.first > self._covered.end
-                hint = _undelete_hint(store, self._chain, part) + (
-                    TAIL_ONLY_HINT if is_on_its_way else hole_remedies(self._chain, part)
-                )
+                remedies = TAIL_ONLY_HINT if is_on_its_way else hole_remedies(self.chain, part)
+                hint = _undelete_hint(self._store, self.chain, part) + remedies
                 override = "delayed" if is_on_its_way else ""
                 self._report.problems.append(VerifyProblem("hole", text, hint, part, override))
 
@@ -439,7 +443,7 @@ class _Verification:
             count = sum(s.coverage.overlaps(rows) for s in self._after_end)
             text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, are after the end of the "
             text += f"incarnation, {self._end}: no target gets them"
-            self._report.problems.append(VerifyProblem("behind", text, leftover_remedies(self._chain, rows), rows))
+            self._report.problems.append(VerifyProblem("behind", text, leftover_remedies(self.chain, rows), rows))
 
     def _sign_off(self, sign_offs: SignOffStore) -> FloeError | None:
         """Write the sign-off; return the error if that fails. A problem without a range, such as an unreadable
@@ -450,8 +454,8 @@ class _Verification:
             return None
         first = min((problem.rows.first for problem in problems if problem.rows), default=report.coverage.last + 1)
         try:
-            if not sign_offs.write(self._chain, self._former, first - 1, self._fingerprints):
-                why = f"another run has signed {self._chain} off meanwhile, or it has too many segments"
+            if not sign_offs.write(self.chain, self._former, first - 1, self._fingerprints):
+                why = f"another run has signed {self.chain} off meanwhile, or it has too many segments"
                 return Unavailable(why, hint="the next run reads the unsigned segments again", code="E-STORE-CONTENDED")
         except FloeError as error:
             return error
@@ -459,23 +463,18 @@ class _Verification:
 
 
 def check_task_apart(store: SegmentStore, task: VerifyTask) -> VerifyResult | FloeError:
-    """Run `check_task` in another process: an error is returned, so that it keeps its exit code and is not retried."""
+    """Check a task in another process: an error is returned, so that it keeps its exit code and is not retried."""
     set_config(*task.config_source)
     try:
-        return check_task(store, task)
+        return _TaskCheck(store, task).run()
     except FloeError as error:
         return error
 
 
-def check_task(store: SegmentStore, task: VerifyTask, on_segment: OnSegment | None = None) -> VerifyResult:
-    """Check the segments of one task. Raises the errors of the store; problems of the data are in the result."""
-    return _TaskCheck(store, task, on_segment).run()
-
-
 class _TaskCheck:
-    """Check of one task."""
+    """Check of the segments of one task. Raises the errors of the store; problems of the data are in the result."""
 
-    def __init__(self, store: SegmentStore, task: VerifyTask, on_segment: OnSegment | None) -> None:
+    def __init__(self, store: SegmentStore, task: VerifyTask, on_segment: OnSegment | None = None) -> None:
         self._store, self._task, self._on_segment, self._result = store, task, on_segment, VerifyResult()
 
     def run(self) -> VerifyResult:
