@@ -345,14 +345,11 @@ def _report_run(done: RunReport, as_json: bool, strict: bool, metrics: _Metrics)
     return code
 
 
-class _Metrics:
+class _Metrics(AbstractContextManager["_Metrics"]):
     """Metrics of a run, written to the file `path` at its end (None: not requested), also if the run is aborted."""
 
     def __init__(self, path: Path | None, clock: Clock) -> None:
         self._path, self._clock, self._began = path, clock, clock.monotonic()
-
-    def __enter__(self) -> _Metrics:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -372,7 +369,7 @@ class _Metrics:
         write_textfile(self._path, "compaction_")
 
 
-class _RunRecord:
+class _RunRecord(AbstractContextManager["_RunRecord"]):
     """Record of the end of a run in the store, for status and checks on other hosts, also if the run is aborted.
 
     A run over single levels, incarnations or partitions leaves none: it covers too little.
@@ -383,9 +380,6 @@ class _RunRecord:
         self._began = clock.monotonic()
         #: The exit code, set when the run ends by itself.
         self.code = 1
-
-    def __enter__(self) -> _RunRecord:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         from common.archive.documents import CompactionRun

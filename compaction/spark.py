@@ -15,7 +15,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
 from pathlib import Path
@@ -84,7 +84,7 @@ RESULT_SCHEMA = "id long, result binary"
 _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
 
 
-class Spark:
+class Spark(AbstractContextManager["Spark"]):
     """Runner on Spark: its session is made on first use and stopped at the end of the context.
 
     `settings`: those that tasks get, the store with its secret; they are not logged. `check`: called before work is
@@ -164,9 +164,6 @@ class Spark:
         """Cancel all running jobs, from another thread: a caller that waits for one gets an error."""
         if self._session is not None:
             self._session.sparkContext.cancelAllJobs()
-
-    def __enter__(self) -> Spark:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._session is not None:
