@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from heapq import merge as merged_in_order
 from itertools import groupby
@@ -98,20 +97,6 @@ class BucketPlace:
 
     def put(self, name: str, path: Path) -> None:
         self._objects.put(self._prefix + name, path, sha256=sha256_of(path))
-
-
-class _ScratchPlace:
-    """One file on the spool disk, for a report that is made there and then replaces another one as a whole."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def get(self, _name: str, path: Path) -> bool:
-        shutil.copyfile(self.path, path)
-        return True
-
-    def put(self, _name: str, path: Path) -> None:
-        shutil.copyfile(path, self.path)
 
 
 def open_place(output: str, settings: Settings) -> ReportPlace:
@@ -225,31 +210,33 @@ class ArchiveReport:
         """Bring the report up to date. `wanted`: the requested state, `accounted` empty; `full`: make it again.
 
         Raises UsageError if the file in its place is of something else, ConfigError if Java or PySpark is missing,
-        Unavailable if Spark or the store fails; rows that were read until then stay in the report.
+        Unavailable if Spark or the store fails; rows that were read until then stay in the report, unless `full`.
         """
-        if not full:
-            return self._run(wanted, chains)
-        whole, aside = self.place, _ScratchPlace(self.store.new_spool())
+        current = self.store.new_spool()
         try:
-            self.place = aside
-            self._replace(wanted, None)
-            done = self._run(wanted, chains)
-            whole.put(self.file, aside.path)
+            former = None if full or not self.place.get(self.file, current) else self._state_of(current)
+            state = self._initial_state(former, wanted, chains)
+            if former is None:
+                self._replace(current, state, None, full=full)
+            done = self._run(current, state, chains, full=full)
+            if full:
+                self.place.put(self.file, current)
+            return done
         finally:
-            self.place = whole
-            aside.path.unlink(missing_ok=True)
-        return done
+            current.unlink(missing_ok=True)
 
-    def _run(self, wanted: ReportState, chains: Sequence[Chain]) -> ReportRun:
+    def _run(self, current: Path, state: ReportState, chains: Sequence[Chain], *, full: bool) -> ReportRun:
+        """Read the parts that are not in the report at `current` yet."""
         done, damaged = ReportRun(len(chains)), set[str]()
-        state = self._initial_state(wanted, chains)
         for number in range(1, READ_ROUNDS + 1):
             bad = set[str]()
             for part in self._parts(chains, state, damaged):
                 self._spark.check()
                 try:
                     with self._spark.cancelled_on_stop():
-                        state = self._add_part(state, part)
+                        more = state.plus((stretch.segment.chain, stretch.rows) for stretch in part)
+                        self._replace(current, more, part, full=full)
+                        state = more
                 except (FloeError, pa.ArrowException) as error:
                     self._spark.check()
                     if not (found := self._find_damaged(part)) or number == READ_ROUNDS:
@@ -264,21 +251,10 @@ class ArchiveReport:
             if not bad:
                 break
         done.damaged = sorted(key for key in damaged if self.store.objects.head(key) is not None)
-        with self._fetch() as path:
-            done.rows = pq.read_metadata(path).num_rows if path else 0
+        done.rows = pq.read_metadata(current).num_rows
         return done
 
-    @contextmanager
-    def _fetch(self) -> Iterator[Path | None]:
-        """Yield a copy of the present file; None if there is none."""
-        path = self.store.new_spool()
-        try:
-            yield path if self.place.get(self.file, path) else None
-        finally:
-            path.unlink(missing_ok=True)
-
-    def _initial_state(self, wanted: ReportState, chains: Sequence[Chain]) -> ReportState:
-        former = self._read_state()
+    def _initial_state(self, former: ReportState | None, wanted: ReportState, chains: Sequence[Chain]) -> ReportState:
         state = former or wanted
         place = (wanted.report, wanted.store, wanted.chains)
         if (found := (state.report, state.store, state.chains)) != place:
@@ -293,23 +269,17 @@ class ArchiveReport:
                 found_at, behind = search(self.store, chain, state.since)
                 if (last := (found_at or behind) - 1) > 0:
                     skipped.append((chain, SequenceRange(1, last)))
-        state = state.plus(skipped)
-        if former is None:
-            self._replace(state, None)
-        return state
+        return state.plus(skipped)
 
-    def _read_state(self) -> ReportState | None:
-        """Return the state of the present report; None if there is none. Raises DataError if it is not a report."""
-        with self._fetch() as path:
-            if path is None:
-                return None
-            try:
-                if (raw := (pq.read_schema(path).metadata or {}).get(METADATA)) is None:
-                    raise ValueError("a file without Floe's metadata")
-                return ReportState.from_json(raw)
-            except (ValueError, pa.ArrowException) as error:
-                hint = "give another --output, or replace it with --full"
-                raise DataError(f"{self.file}: expected a report of Floe, found {error}", hint=hint) from error
+    def _state_of(self, path: Path) -> ReportState:
+        """Return the state of the report at `path`. Raises DataError if it is not a report."""
+        try:
+            if (raw := (pq.read_schema(path).metadata or {}).get(METADATA)) is None:
+                raise ValueError("a file without Floe's metadata")
+            return ReportState.from_json(raw)
+        except (ValueError, pa.ArrowException) as error:
+            hint = "give another --output, or replace it with --full"
+            raise DataError(f"{self.file}: expected a report of Floe, found {error}", hint=hint) from error
 
     def _parts(
         self, chains: Sequence[Chain], state: ReportState, damaged: AbstractSet[str]
@@ -328,18 +298,19 @@ class ArchiveReport:
         if part:
             yield part
 
-    def _add_part(self, state: ReportState, part: Sequence[Stretch[SegmentRef]]) -> ReportState:
-        state = state.plus((stretch.segment.chain, stretch.rows) for stretch in part)
-        self._replace(state, part)
-        return state
+    def _replace(
+        self, current: Path, state: ReportState, part: Sequence[Stretch[SegmentRef]] | None, *, full: bool
+    ) -> None:
+        """Add the rows of `part` to the report, of which `current` is a copy. `part` None: make an empty report.
 
-    def _replace(self, state: ReportState, part: Sequence[Stretch[SegmentRef]] | None) -> None:
-        """Add the rows of `part` to the report. `part` None: make an empty report."""
+        `full`: only the copy is replaced; the report stays as it was until all is read.
+        """
         new = self.store.new_spool()
         try:
-            with self._fetch() if part is not None else nullcontext() as former:
-                self._write(new, former, part or (), state)
-            self.place.put(self.file, new)
+            self._write(new, None if part is None else current, part or (), state)
+            if not full:
+                self.place.put(self.file, new)
+            new.replace(current)
         finally:
             new.unlink(missing_ok=True)
 

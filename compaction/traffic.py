@@ -149,8 +149,11 @@ class TrafficReport(ArchiveReport):
 
     def table(self) -> pa.Table:
         """Return all of the report."""
-        with self._fetch() as path:
-            return TRAFFIC.empty_table() if path is None else pq.read_table(path).cast(TRAFFIC)
+        path = self.store.new_spool()
+        try:
+            return pq.read_table(path).cast(TRAFFIC) if self.place.get(self.file, path) else TRAFFIC.empty_table()
+        finally:
+            path.unlink(missing_ok=True)
 
     def _hours(self, part: Sequence[Stretch[SegmentRef]]) -> Iterator[dict[str, Any]]:
         if not part:
