@@ -63,14 +63,12 @@ def report(as_json: bool, kind: str, since: RequestedTime | None, until: Request
 
     now = SystemClock().now()
     begin, end = resolve_range(now, since, until)
-    if kind == "latest":
-        if since is not None or until is not None:
-            raise UsageError("--since, --until: expected only with traffic")
-        with _updated_report(LatestReport, None, **options) as (_made_report, done):
-            return _show(kind, options["output"], done, as_json)
+    if kind == "latest" and (since is not None or until is not None):
+        raise UsageError("--since, --until: expected only with traffic")
     begin = None if begin is None else begin - begin % HOUR_NS
-    with _updated_report(TrafficReport, begin, **options) as (made, done):
-        _put_views(made, begin, end, now)
+    with _updated_report(LatestReport if kind == "latest" else TrafficReport, begin, **options) as (made, done):
+        if isinstance(made, TrafficReport):
+            _put_views(made, begin, end, now)
         return _show(kind, options["output"], done, as_json)
 
 

@@ -103,21 +103,19 @@ def merge_output(store: SegmentStore, output: Output) -> MergedSegment | Failure
 
 
 def prove_rows(store: SegmentStore, supersession: Supersession) -> Failure | None:
+    """Prove a supersession. Return the failure, with the superseding segments that are damaged in the store; None if
+    the proof holds.
+    """
     try:
         prove_by_reading(store, supersession)
+        return None
     except FloeError as error:
-        return proof_failure(store, supersession, error)
-    return None
-
-
-def proof_failure(store: SegmentStore, supersession: Supersession, error: FloeError) -> Failure:
-    """Return the failure of a proof, with the superseding segments that are damaged in the store."""
-    chain, last = supersession.superseded[0].chain, supersession.superseding[-1]
-    work = f"proof of {chain}: {len(supersession.superseded)} segments by {last.name} of level {last.level}"
-    failure = Failure.of(work, error, chain)
-    if not isinstance(error, SegmentCorrupt):
-        return failure
-    return replace(failure, damaged=frozenset(s.key for s in supersession.superseding if not store.is_intact(s)))
+        chain, last = supersession.superseded[0].chain, supersession.superseding[-1]
+        work = f"proof of {chain}: {len(supersession.superseded)} segments by {last.name} of level {last.level}"
+        failure = Failure.of(work, error, chain)
+        if not isinstance(error, SegmentCorrupt):
+            return failure
+        return replace(failure, damaged=frozenset(s.key for s in supersession.superseding if not store.is_intact(s)))
 
 
 @dataclass(frozen=True, slots=True)
