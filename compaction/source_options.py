@@ -94,8 +94,8 @@ class StreamOptions:
 class ReadOptions:
     """Selection and columns of a read.
 
-    `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain. `columns`: None
-    for all. `is_by_segment`: segments are read as they are instead of the cover, with the rows that others have of
+    `chain`: site, feed, incarnation and partition; each that is None is a column. `rows`: of every chain. `columns`:
+    None for all. `is_by_segment`: segments are read as they are instead of the cover, with the rows that others have of
     their unread sequences, and with their place as a column. `level`: only its segments, None for the cover over all.
     `row_filter`: rows by time and subject; `margin_ns`: the time by which a message may be earlier than one before it.
     `feeds`: those of the configuration, if there is one; they need not be archived yet. `pushdown`: filters are pushed
@@ -104,7 +104,7 @@ class ReadOptions:
 
     store: StoreSettings
     spool_dir: str
-    chain: Mapping[str, str | int]
+    chain: tuple[str | None, str | None, int | None, int | None]
     rows: SequenceRange
     columns: tuple[str, ...] | None
     headers_parsed: bool
@@ -124,12 +124,10 @@ class ReadOptions:
 
     def selected(self, chains: ChainStore) -> list[Chain]:
         """Return the selected chains. Raises UsageError if there are no chains of the given names."""
-        site, feed = (str(self.chain[n]) if n in self.chain else None for n in ("site", "feed"))
-        numbers = [int(self.chain[n]) if n in self.chain else None for n in ("incarnation", "partition")]
-        return match_chains(chains, site, feed, lambda known: filter_chains(known, self.feeds, site, feed, *numbers))
+        return match_chains(chains, *self.chain[:2], lambda known: filter_chains(known, self.feeds, *self.chain))
 
     def schema(self) -> pa.Schema:
-        fields = [field for field in CHAIN_FIELDS if field.name not in self.chain]
+        fields = [field for field, part in zip(CHAIN_FIELDS, self.chain, strict=True) if part is None]
         fields += list(SCHEMA.remove_metadata())
         fields += [HEADERS_PARSED] if self.headers_parsed else []
         fields += [SEGMENT_FIELD] if self.is_by_segment else []
@@ -147,13 +145,12 @@ def parse_options(options: Mapping[str, str], now: float) -> ReadOptions:
     if unknown := sorted(given.keys() - OPTIONS):
         raise UsageError(f"option {unknown[0]}: expected one of {', '.join(sorted(OPTIONS))}")
     store, spool_dir, feeds = _store(given)
-    numbers = {n: _number(given, n, 0, 65_535) for n in ("incarnation", "partition")}
-    named = {n: given.get(n) for n in ("site", "feed")} | numbers
+    incarnation, partition = (_number(given, name, 0, 65_535) for name in ("incarnation", "partition"))
     columns = [name.strip() for name in given.get("columns", "").split(",") if name.strip()]
     parsed = ReadOptions(
         store=store,
         spool_dir=spool_dir,
-        chain={name: value for name, value in named.items() if value is not None},
+        chain=(given.get("site"), given.get("feed"), incarnation, partition),
         rows=_rows(given),
         columns=tuple(columns) or None,
         headers_parsed=_flag(given, "headers_parsed"),
