@@ -363,7 +363,7 @@ class _Metrics(AbstractContextManager["_Metrics"]):
 
         if self._path is None:
             return
-        report.last_success.set(report.read_last_success(self._path) or 0.0)
+        report.last_success.set(report.read_last_success(self._path))
         seconds = self._clock.monotonic() - self._began
         report.show_metrics(done, seconds, self._clock.now(), is_success=is_success)
         write_textfile(self._path, "compaction_")

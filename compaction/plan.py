@@ -17,14 +17,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from common.archive.keys import MAX_LEVEL
 from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.sequences import SequenceRange
-from compaction.supersede import unsuperseded
+from compaction.supersede import by_coverage, unsuperseded
 
 if TYPE_CHECKING:
     from common.settings.root import LevelSettings
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 
 #: Segments that overlap, ascending by coverage.
 Block = tuple[SegmentRef, ...]
-
-# By coverage, then by name, which has the digest after the coverage.
-_BY_COVERAGE_AND_NAME = attrgetter("segment.coverage.first", "segment.coverage.last", "segment.digest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +299,7 @@ def blocks(segments: Iterable[SegmentRef]) -> Iterator[Block]:
     """
     members: list[SegmentRef] = []
     last = 0
-    for segment in sorted(segments, key=_BY_COVERAGE_AND_NAME):
+    for segment in sorted(segments, key=by_coverage):
         coverage = segment.coverage
         if members and coverage.first > last:
             yield tuple(members)

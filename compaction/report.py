@@ -427,13 +427,11 @@ def show_metrics(report: RunReport | None, seconds: float, now: float, *, is_suc
     failed.set(1 if report is None else len(done.failures))
 
 
-def read_last_success(path: Path) -> float | None:
-    """Return the time of the last success, from the file of the run before; 0: none; None if the file lacks it."""
+def read_last_success(path: Path) -> float:
+    """Return the time of the last success, from the file of the run before; 0.0 if there is none."""
     with suppress(OSError, ValueError):
-        if not path.is_file():  # a device may have no end
-            return None
-        for line in path.read_text().splitlines():
+        for line in path.read_text().splitlines() if path.is_file() else ():  # a device may have no end
             name, _, value = line.partition(" ")
             if name == f"floe_{_DONE}":
                 return float(value)
-    return None
+    return 0.0

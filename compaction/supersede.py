@@ -13,11 +13,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 from common.archive.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch, cover
 
 Stretches = tuple[Stretch[SegmentRef], ...]
+
+#: Sort key of segments: by coverage, then by name, which has the digest after the coverage.
+by_coverage = attrgetter("segment.coverage.first", "segment.coverage.last", "segment.digest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def may_supersede(upper: SegmentRef, lower: SegmentRef) -> bool:
 
 
 def supersession_of_merge(output: SegmentRef, inputs: Iterable[SegmentRef]) -> Supersession:
-    ascending = tuple(sorted(inputs, key=_by_coverage))
+    ascending = tuple(sorted(inputs, key=by_coverage))
     return Supersession(ascending, (Stretch(output, output.coverage),), is_exact=True)
 
 
@@ -82,7 +86,7 @@ def find_supersessions(segments: Sequence[SegmentRef]) -> list[Supersession]:
             rows = [part.rows for (part,), _ in group]
             whole = SequenceRange(min(r.first for r in rows), max(r.last for r in rows))
             stretches = (Stretch(stretches[0].segment, whole),)
-        superseded = sorted((segment for _, segment in group), key=_by_coverage)
+        superseded = sorted((segment for _, segment in group), key=by_coverage)
         found.append(Supersession(tuple(superseded), stretches))
     return found
 
@@ -117,10 +121,6 @@ def _largest_by_coverage(segments: Iterable[SegmentRef]) -> dict[SequenceRange, 
         if twin is not segment and twin.name < segment.name:
             found[segment.coverage] = segment
     return found
-
-
-def _by_coverage(segment: SegmentRef) -> tuple[SequenceRange, str]:
-    return segment.coverage, segment.name
 
 
 class SegmentCover:
