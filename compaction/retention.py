@@ -251,18 +251,15 @@ class Retention:
             context: dict[str, Any] = {"target": hold.target, "first": hold.first, "bytes": hold.size}
             context |= {"error": hold.reason} if hold.reason else {}
             log.warning("retention held", action="retention_held", **context, **hold.chain.log_context())
-        limits: dict[Chain, int] = {}
-        for each in listed:
-            limits[each.chain] = each.floor
-            if (floor := planned.floors.get(each.chain)) is None:
-                continue
+        limits = {each.chain: each.floor for each in listed}
+        for chain, floor in planned.floors.items():
             check()
-            with noting(report.failures, f"floor of {each.chain}", each.chain):
+            with noting(report.failures, f"floor of {chain}", chain):
                 failpoint("compaction.floor")
-                self._documents.raise_floor(each.chain, floor)  # returns once it was read back
+                self._documents.raise_floor(chain, floor)  # returns once it was read back
                 failpoint("compaction.after_floor")
-                limits[each.chain] = report.floors[each.chain] = floor
-                log.info("floor raised", action="floor_raised", floor=floor, **each.chain.log_context())
+                limits[chain] = report.floors[chain] = floor
+                log.info("floor raised", action="floor_raised", floor=floor, **chain.log_context())
         for ref in self._find_captures(chains, limits, report):
             check()
             self._delete_capture(ref, report)

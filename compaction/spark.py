@@ -81,7 +81,6 @@ _TASK_ERRORS = (SegmentCorrupt, SegmentGone, Refused)
 DISTRIBUTION_ERROR_CODE = "E-COMMON"
 POLL_INTERVAL_S = 0.5  # seconds between two checks for items that are done
 RESULT_SCHEMA = "id long, result binary"
-_RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
 
 
 class Spark(AbstractContextManager["Spark"]):
@@ -454,8 +453,8 @@ def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             numbers: list[Any] = batch.column(0).to_pylist()
             for number in numbers:
-                answer = {"id": [number], "result": [pickle.dumps(work(store, items[number]))]}
-                yield pa.RecordBatch.from_pydict(answer, schema=pa.schema(_RESULT_FIELDS))
+                result = pickle.dumps(work(store, items[number]))
+                yield pa.RecordBatch.from_pydict({"id": [number], "result": [result]})
     finally:
         store.close()
 
