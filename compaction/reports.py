@@ -40,6 +40,7 @@ from common.objects.open import open_objects
 from common.objects.port import ObjectStore, sha256_of
 from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, Stretch, cover
 from common.settings.root import Settings
+from compaction.run import batched
 from compaction.spark import Spark, spark_error
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class ArchiveReport:
         done, damaged = ReportRun(len(chains)), set[str]()
         for number in range(1, READ_ROUNDS + 1):
             bad = set[str]()
-            for part in self._parts(chains, state, damaged):
+            for part in batched(self._stretches(chains, state, damaged), STRETCHES_PER_PART):
                 self._spark.check()
                 try:
                     with self._spark.cancelled_on_stop():
@@ -281,22 +282,16 @@ class ArchiveReport:
             hint = "give another --output, or replace it with --full"
             raise DataError(f"{self.file}: expected a report of Floe, found {error}", hint=hint) from error
 
-    def _parts(
+    def _stretches(
         self, chains: Sequence[Chain], state: ReportState, damaged: AbstractSet[str]
-    ) -> Iterator[list[Stretch[SegmentRef]]]:
-        part: list[Stretch[SegmentRef]] = []
+    ) -> Iterator[Stretch[SegmentRef]]:
+        """Yield the stretches that are not in the report yet."""
         for chain in chains:
             accounted = state.covered(chain)
             position = accounted.holes(SequenceRange(1, MAX_SEQUENCE))[0].first
             listed = ChainArchive.listed(self.store, chain, position)
             refs = [ref for ref in listed.refs if ref.key not in damaged]
-            for stretch in uncovered(refs, accounted, finest=self.is_finest):
-                part.append(stretch)
-                if len(part) >= STRETCHES_PER_PART:
-                    yield part
-                    part = []
-        if part:
-            yield part
+            yield from uncovered(refs, accounted, finest=self.is_finest)
 
     def _replace(
         self, current: Path, state: ReportState, part: Sequence[Stretch[SegmentRef]] | None, *, full: bool

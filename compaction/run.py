@@ -153,7 +153,7 @@ def delete_superseded(store: SegmentStore, deletion: Deletion, check: Callable[[
 
     with closing(DeletionProof(store, deletion.superseding)) as proof:
         # A few are deleted as soon as they are proved: the next run need not repeat the proofs of a stopped one.
-        for gone in in_parallel(delete, _batched(filter(is_proved, deletion.superseded), SEGMENTS_PER_THREAD)):
+        for gone in in_parallel(delete, batched(filter(is_proved, deletion.superseded), SEGMENTS_PER_THREAD)):
             deleted += gone
     return deleted, failures
 
@@ -466,7 +466,7 @@ class Compaction:
                 if damaged := [s for s in stone.superseding if not self._store.is_intact(s)]:
                     failures += [_not_intact_failure(s) for s in damaged]
                 else:
-                    groups = _batched(sorted(stone.superseded, key=lambda s: s.coverage), SEGMENTS_PER_DELETION)
+                    groups = batched(sorted(stone.superseded, key=lambda s: s.coverage), SEGMENTS_PER_DELETION)
                     due += [Deletion(group, stone.superseding, self._prove_deletions) for group in groups]
             for key in index.finished_keys():
                 self._store.objects.delete(key)
@@ -576,7 +576,8 @@ def in_parallel(work: Callable[[T], R], items: Iterable[T], most: int = CONCURRE
             yield running.popleft().result()
 
 
-def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield `items` in lists of `size`, the last one perhaps shorter."""
     rest = iter(items)
     return iter(lambda: list(islice(rest, size)), [])
 
