@@ -5,13 +5,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
+from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import FloeError, OtherWriter, Stopped, Unavailable, UsageError
-from common.nats.api import stream_info
+from common.nats.api import next_message, stream_info
 from common.nats.buckets import open_ingress_state
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
+from common.nats.pull import for_each_message
 from common.open import open_for_view
 from common.service.process import ThreadPool
 from common.service.progress import Progress, format_share
@@ -21,8 +23,7 @@ from common.settings.types import format_count
 from ingress.checkpoint import ParkedNames, TargetState
 from ingress.checkpoint_store import STATE_ROLE, StateStore, from_json
 from ingress.operator import corrections
-from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions
-from ingress.operator.target_scan import TargetScan, run_scan
+from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions, TargetScan
 from ingress.parked import ParkedStore
 from ingress.preflight import control_headers
 from ingress.redelivery import PARALLEL_CALLS, run_in_threads
@@ -31,6 +32,7 @@ from ingress.verdict.verdict import TargetReading, read_target
 BUSY_TIMEOUT_S = 20.0  # seconds that a running delivery may delay a correction of one chain
 BUSY_RETRY_S = 0.02  # seconds between two attempts
 STILL_INTERVAL_S = 1.0  # seconds in which a target must not move
+PROGRESS_MESSAGES = 1000  # messages between two reports of the progress of a scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,13 @@ class CheckpointEditor:
         retention = str(info.config.get("retention", "limits")) if info else "limits"
         progress, begun = Progress(), self._clock.monotonic()
 
-        def report(scan: TargetScan) -> None:
+        def report() -> None:
             now = self._clock.monotonic()
             share = format_share(scan.found, scan.last - scan.after, now - begun)
             progress.update(f"read {format_count(scan.found, 'message')} of {self.target}: {share}", now)
 
-        scan.on_progress = report
         try:
-            return await run_scan(self._client, self.target, retention, scan)
+            return await run_scan(self._client, self.target, retention, scan, report)
         finally:
             progress.end_line()
 
@@ -211,6 +212,31 @@ class CheckpointEditor:
         with closing(ThreadPool("marks", PARALLEL_CALLS)) as threads:
             await run_in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
             await run_in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
+
+
+async def run_scan(
+    client: FloeClient, stream: str, retention: str, scan: TargetScan, on_progress: Callable[[], None] = lambda: None
+) -> TargetScan:
+    """Run the scan, headers only. `retention`: the stream's. A work queue allows no second consumer, so it is read
+    message by message. `on_progress`: called every `PROGRESS_MESSAGES` messages. Raises Unavailable if it does not
+    answer, ApiError.
+    """
+
+    def add(message: Message) -> None:
+        scan.add(message.sequence, message.headers)
+        if scan.found % PROGRESS_MESSAGES == 0:
+            on_progress()
+
+    if retention == "limits":
+        await for_each_message(client, stream, scan.last, add, after=scan.after, headers_only=True)
+        return scan
+    at = scan.after + 1
+    while at <= scan.last:
+        if (message := await next_message(client, stream, at)) is None or message.sequence > scan.last:
+            break
+        add(message)
+        at = message.sequence + 1
+    return scan
 
 
 @asynccontextmanager

@@ -4,16 +4,15 @@
 that are in the target; the other rows are replayed again.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from common.chain import Chain
 from common.errors import Stopped
 from common.settings.types import format_count
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedNames, TargetState, advance_positions
-from ingress.operator.target_scan import TargetScan
 from ingress.parked import ParkedEntry, ParkedState
-from ingress.verdict.verdict import Finding, Origin, TargetReading, can_count, judge
+from ingress.verdict.verdict import Finding, NoOrigin, Origin, TargetReading, can_count, judge, origin_of
 
 Message = tuple[Chain, int]
 Positions = Mapping[Chain, int]
@@ -23,6 +22,83 @@ class CorrectionRefused(Stopped):
     """A correction that would lose or repeat messages without the operator's consent."""
 
     default_code = "E-CORRECTION"
+
+
+# The content of a target
+
+
+@dataclass(slots=True)
+class ScannedChain:
+    """The messages of one chain in the range that was read.
+
+    `first`, `newest`: least and greatest sequence found, `count`: messages; `newest_at`: target sequence of the newest;
+    `found_before`: messages of any kind that were read up to and including it.
+    """
+
+    first: int
+    newest: int
+    count: int
+    newest_at: int
+    found_before: int
+
+
+@dataclass(slots=True)
+class TargetScan:
+    """Content of a target after sequence `after`, up to and including `last`.
+
+    `found`: messages of any kind, `foreign`: messages without provenance, `unexpected`: messages with one that
+    `accepts` rejects (None: it accepts all). `parked`: parked messages to find; `parked_seen`: those that are in the
+    target, `parked_repeats`: how often one of them was found that `accepts` rejects.
+    """
+
+    after: int
+    last: int
+    accepts: Callable[[Chain, int], bool] | None = None
+    parked: Collection[tuple[Chain, int]] = ()
+    found: int = field(default=0, init=False)
+    foreign: int = field(default=0, init=False)
+    unexpected: int = field(default=0, init=False)
+    chains: dict[Chain, ScannedChain] = field(default_factory=dict, init=False)
+    parked_seen: set[tuple[Chain, int]] = field(default_factory=set, init=False)
+    parked_repeats: int = field(default=0, init=False)
+
+    @property
+    def gone(self) -> int:
+        return max(0, self.last - self.after) - self.found
+
+    @property
+    def unexplained(self) -> int:
+        return self.unexpected - self.parked_repeats
+
+    def gone_after(self, chain: Chain) -> int:
+        """Return how many gone messages were after the chain's newest: some may have been newer ones of the chain."""
+        if (scanned := self.chains.get(chain)) is None:
+            return self.gone
+        return self.last - scanned.newest_at - (self.found - scanned.found_before)
+
+    def add(self, at: int, headers: bytes | None) -> None:
+        """Add a message. `at`: its target sequence; call in ascending order."""
+        self.found += 1
+        origin = origin_of(headers)
+        if isinstance(origin, NoOrigin):
+            self.foreign += 1
+            return
+        chain, sequence = origin.chain, origin.sequence
+        is_counted = self.accepts is None or self.accepts(chain, sequence)
+        if (chain, sequence) in self.parked:
+            self.parked_seen.add((chain, sequence))
+            self.parked_repeats += not is_counted
+        if not is_counted:
+            self.unexpected += 1
+            return
+        scanned = self.chains.setdefault(chain, ScannedChain(sequence, sequence, 0, at, self.found))
+        scanned.count += 1
+        scanned.first = min(scanned.first, sequence)
+        if sequence >= scanned.newest:
+            scanned.newest, scanned.newest_at, scanned.found_before = sequence, at, self.found
+
+
+# Parked messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from common.observe.monitor import Health
 from common.sequences import SequenceRange
 from ingress import checkpoint_store as state_module
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
-from ingress.operator.target_scan import ScannedChain, TargetScan, run_scan
+from ingress.operator.correct import run_scan
+from ingress.operator.corrections import ScannedChain, TargetScan
 from ingress.parked import ParkedState, ParkedStore
 from ingress.rows.prepare import Oversize
 from tests.support import ingress

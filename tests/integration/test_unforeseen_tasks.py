@@ -30,7 +30,8 @@ from egress.workers.process import WorkerIdentity, WorkerProcess
 from egress.workers.supervisor import Supervisor, supervise
 from infra.local.nats import NatsServer
 from ingress.discovery.notifications import follow_subject
-from ingress.operator.target_scan import TargetScan, run_scan
+from ingress.operator.correct import run_scan
+from ingress.operator.corrections import TargetScan
 from ingress.publishers.publisher import Expected, Replies, Reply
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.ingress import client_of

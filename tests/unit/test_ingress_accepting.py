@@ -9,8 +9,7 @@ from common.nats.headers import Provenance, build_block
 from ingress.checkpoint import Checkpoint, IntentPiece, ParkedNames, TargetState, close_intent, open_intent
 from ingress.checkpoint_store import from_json, to_json
 from ingress.operator import corrections
-from ingress.operator.corrections import CorrectionRefused, ParkedMarks, accept, forget, move, rebuild
-from ingress.operator.target_scan import TargetScan
+from ingress.operator.corrections import CorrectionRefused, ParkedMarks, TargetScan, accept, forget, move, rebuild
 from ingress.parked import ParkedEntry, ParkedName
 from ingress.verdict.verdict import Finding, IntentVerdict, NoOrigin, Origin, judge
 from tests.support.ingress import CHAIN, OTHER, piece, reading
