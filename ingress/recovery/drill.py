@@ -2,45 +2,128 @@
 
 `Drill` replays a part of the archive, and compares row by row. `ExactDrill` restores the whole stream, and compares
 everything; its stream keeps the guard of a restore, so no producer and no reader of the real stream reaches it, and its
-consumers deliver to nobody. It is on the server that `floe restore` would choose, or on one started for the drill.
+consumers deliver to nobody. It is on the server that `floe restore` would choose, or on one started for the drill. A
+scratch stream is held by a lease while in use.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from common.archive.scan import ChainArchive, Hole, Problem, Scan
-from common.errors import Stopped, Unavailable
+from common.clock import Clock
+from common.errors import FloeError, LeaseLost, Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices, floe_command
 from common.local_server import LocalServerMaker, start_local_server
-from common.nats.api import SCRATCH_PREFIX, create_stream, stream_info
+from common.logs import get_logger
+from common.nats.api import RESTORE_PREFIX, SCRATCH_PREFIX, create_stream, delete_stream, query, stream_info
+from common.nats.buckets import open_leases
 from common.nats.client import FloeClient
+from common.nats.kv import BucketDeleted, KeyValue, state_key
+from common.nats.lease import Leases, new_owner
 from common.nats.pull import StartAt
 from common.nats.requests import ApiError
 from common.service.process import ThreadPool
+from common.service.progress import Progress
 from common.settings.root import Settings
+from common.settings.service import ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop
 from ingress.recovery.compare import Differences
 from ingress.recovery.delivered import DeliveredRows, as_stored
+from ingress.recovery.guard import run_with_renewal
 from ingress.recovery.living import Tally
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.preflight import room_error
 from ingress.recovery.ranges import ChainRange, ReplayPlan
 from ingress.recovery.read_back import read_differences
-from ingress.recovery.receipt import StoredReplay
+from ingress.recovery.receipt import StoredReplay, receipt_key
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.restore import Restore, RestoreReport, RestoreTuning
-from ingress.recovery.scratch import SCRATCH_SUBJECT_ROOT, ScratchStreams, scratch_config
-from ingress.recovery.survey import known_chains
+from ingress.recovery.survey import ReplayPreview, known_chains
 
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+SCRATCH_SUBJECT_ROOT = "_floe_drill"
 DEFAULT_SEQUENCES = 10_000  # the range of a drill without bounds
 SCRATCH_SLACK_BYTES = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
+
+
+def scratch_config(stream: str, prefix: str, storage: str, most_bytes: int) -> dict[str, object]:
+    return {
+        "name": stream,
+        "description": "scratch of floe drill; may be deleted",
+        "subjects": [f"{prefix}.>"],
+        "storage": storage,
+        "num_replicas": 1,
+        "retention": "limits",
+        "discard": "new",
+        "max_bytes": most_bytes,
+        "allow_direct": True,
+        "allow_atomic": True,
+        "allow_batched": True,
+    }
+
+
+class ScratchStreams:
+    """The scratch streams of one server. `settings`: of the service that the buckets belong to."""
+
+    def __init__(
+        self, client: FloeClient, settings: ServiceSettings, instance: str, clock: Clock, progress: Progress
+    ) -> None:
+        self._client, self._settings, self._clock, self._progress = client, settings, clock, progress
+        self._owner = new_owner(instance)
+
+    async def run(self, stream: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Remove the leftovers of former drills; return the result of `work`, which may create the stream.
+
+        A lease marks the stream as in use meanwhile. Its loss ends the work, because the next drill then takes the
+        stream for a leftover. The stream and its state are removed in every case. Raises Unavailable, LeaseLost, and
+        the errors of `work`.
+        """
+        await self.remove_leftovers()
+        if (lease := await (await self._leases()).acquire(state_key("drill", stream))) is None:
+            raise Unavailable(f"drill {stream}: another one has this name")
+        try:
+            lost = LeaseLost(f"drill {stream}: its lease was lost", hint="run the same command again")
+            return await run_with_renewal(lease, work(), lost)
+        finally:
+            await self._remove(stream)
+            await lease.release()
+
+    async def remove_leftovers(self) -> None:
+        """Remove the streams that former drills left, also exact ones, and print their names."""
+        leases, names = await self._leases(), list[str]()
+        for subject in (f"{SCRATCH_SUBJECT_ROOT}.>", f"{RESTORE_PREFIX}>"):
+            answer = await query(self._client, "STREAM.NAMES", {"subject": subject})
+            names += [str(name) for name in answer.get("streams") or [] if str(name).startswith(SCRATCH_PREFIX)]
+        for name in names:
+            if await leases.get_owner(state_key("drill", name)) is None:
+                await self._remove(name)
+                self._progress.print(f"removed {name}, a leftover of an earlier drill")
+
+    async def _remove(self, stream: str) -> None:
+        try:
+            await delete_stream(self._client, stream)
+            state = KeyValue(self._client, self._settings.state_bucket)
+            with suppress(BucketDeleted):
+                if await state.get(receipt_key(stream)) is not None:
+                    await state.delete(receipt_key(stream))
+        except FloeError as error:
+            log.warning("scratch stream kept", action="scratch_stream_kept", stream=stream, error=str(error))
+
+    async def _leases(self) -> Leases:
+        return await open_leases(self._client, self._settings, self._owner, self._clock)
+
+
+# A drill by a replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +137,8 @@ class DrillReport:
     plan: ReplayPlan
     differences: Differences
     full_replay_seconds: float | None
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
@@ -97,14 +180,15 @@ class Drill:
         self._settings, self._parts, self._storage = settings, parts, storage
         self._store, self._documents, self._clock, self._progress = parts
         number = secrets.token_hex(6)
-        self.stream, self.prefix = f"{SCRATCH_PREFIX}{number}", f"{SCRATCH_SUBJECT_ROOT}.{number}"
+        self._stream, self._prefix = f"{SCRATCH_PREFIX}{number}", f"{SCRATCH_SUBJECT_ROOT}.{number}"
         self._threads = ThreadPool("drill", 2)
 
     async def run(self, request: ReplayRequest, stop: Stop) -> DrillReport:
-        """Drill `request`; its target and prefix are `stream` and `prefix`.
+        """Drill `request`, whatever its target and its prefix.
 
         Raises Unavailable if `stop` is set before the end. The scratch stream is removed in every case.
         """
+        request = replace(request, target=self._stream, prefix=self._prefix)
         request = await self._threads.run(self._with_bounds, request)
         options = ReplayOptions(allow_lossy=True, skip_holes=True)
         work = Replay(self._settings, request, options, self._parts)
@@ -121,17 +205,19 @@ class Drill:
 
     async def _run_scratch(self, work: Replay, client: FloeClient, stop: Stop) -> DrillReport:
         preview = await work.preview(client)
-        plan, notes = preview.plan, preview.notes
+        plan = preview.plan
 
         async def main() -> DrillReport:
             most = 2 * plan.raw_bytes + 1024 * plan.rows + SCRATCH_SLACK_BYTES
-            await create_stream(client, scratch_config(self.stream, self.prefix, self._storage, most))
-            return replace(await self._replay_and_compare(work, client, plan, stop), notes=notes)
+            await create_stream(client, scratch_config(self._stream, self._prefix, self._storage, most))
+            return await self._replay_and_compare(work, client, preview, stop)
 
         scratch = ScratchStreams(client, work.service, self._settings.instance, self._clock, self._progress)
-        return await scratch.run(self.stream, main)
+        return await scratch.run(self._stream, main)
 
-    async def _replay_and_compare(self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: Stop) -> DrillReport:
+    async def _replay_and_compare(
+        self, work: Replay, client: FloeClient, preview: ReplayPreview, stop: Stop
+    ) -> DrillReport:
         result = await work.run(client, stop)
         former = await work.load_former(client)
         if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
@@ -139,8 +225,8 @@ class Drill:
         total = await self._compare(client, former.receipt.ranges, problems := list[Problem]())
         # The plan reports holes without damage; accepted ones do not count.
         reported = tuple(str(each) for each in problems if not isinstance(each, Hole) or each.causes)
-        full = await self._threads.run(self._full_replay_seconds, work.request, plan, result)
-        return DrillReport(work.request, result, plan, total, full, reported)
+        full = await self._threads.run(self._full_replay_seconds, work.request, preview.plan, result)
+        return DrillReport(work.request, result, preview.plan, total, full, reported, preview.notes)
 
     def _with_bounds(self, request: ReplayRequest) -> ReplayRequest:
         """Return `request`, for the last `DEFAULT_SEQUENCES` sequences if it has no bounds. Blocking."""
@@ -157,9 +243,9 @@ class Drill:
         self, client: FloeClient, ranges: tuple[ChainRange, ...], problems: list[Problem]
     ) -> Differences:
         """Compare the scratch stream with the archive, which is read by another code path than the replay."""
-        if (info := await stream_info(client, self.stream)) is None:
-            raise Unavailable(f"scratch stream {self.stream} is gone")
-        total, prefix = Differences(), self.prefix.encode() + b"."
+        if (info := await stream_info(client, self._stream)) is None:
+            raise Unavailable(f"scratch stream {self._stream} is gone")
+        total, prefix = Differences(), self._prefix.encode() + b"."
         for each in ranges:
             document = await self._threads.run(self._documents.read_chain, each.chain)
             archive = ChainArchive(self._store.with_partial_reads(), each.chain)  # as the replay reads
@@ -167,7 +253,7 @@ class Drill:
             is_relay = document is not None and document.relay
             tally = Tally(as_stored(batches, lambda subject: prefix + subject, is_relay=is_relay))
             arrivals = DeliveredRows(each.chain, each.rows, info.last_sequence)
-            async with aclosing(arrivals.read(client, self.stream, StartAt(1))) as pieces:
+            async with aclosing(arrivals.read(client, self._stream, StartAt(1))) as pieces:
                 async for piece in pieces:
                     await self._threads.run(tally.add, piece, piece[-1].sequence)
                     read = format_count(total.found + tally.found, "message")

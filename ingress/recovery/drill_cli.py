@@ -109,8 +109,7 @@ async def drill(
             elif not isinstance(request, ReplayRequest):
                 report = await exact_drill(request).run(stop)
             else:
-                work = Drill(settings, common, storage or "file")
-                report = await work.run(replace(request, target=work.stream, prefix=work.prefix), stop)
+                report = await Drill(settings, common, storage or "file").run(request, stop)
     progress.end_line()
     print_json(report.as_json()) if as_json else echo_lines(report.lines())
     return report.exit_code

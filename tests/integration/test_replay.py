@@ -24,10 +24,10 @@ from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.settings.egress import EgressSettings
 from common.tasks import Stop
+from ingress.recovery.drill import ScratchStreams
 from ingress.recovery.pace import Pace
 from ingress.recovery.preview import plan_json, plan_lines
 from ingress.recovery.request import ReplayOptions, ReplayResult
-from ingress.recovery.scratch import ScratchStreams
 from tests.support.basics import soon
 from tests.support.commands import run_here
 from tests.support.ingress import CHAIN, Centre, count_in, rows_of
