@@ -29,8 +29,7 @@ from common.cli import (
     until_option,
     yes_option,
 )
-from common.errors import UsageError
-from common.exits import EXIT_RETRY_LATER
+from common.errors import FloeError, UsageError
 from common.logs import escape
 from common.open import load_settings, open_for_work
 from common.settings.types import format_count
@@ -92,7 +91,6 @@ async def replay(
     from common.service.process import stop_on_signals
     from common.service.progress import Progress
     from ingress.recovery.pace import pace_of
-    from ingress.recovery.preview import plan_json, plan_lines, result_line
     from ingress.recovery.replay import Replay
     from ingress.recovery.request import FLAG_OPTIONS, RecoveryParts, ReplayOptions, ReplayRequest
 
@@ -114,15 +112,15 @@ async def replay(
             if dry_run:
                 preview = await work.preview(client)
                 refused = await work.check(client, preview)
-                document = plan_json(preview, request, refused)
-                print_json(document) if as_json else echo_lines(plan_lines(preview, request))
+                document = {**preview.as_json(), "refused": _refusal_json(refused)}
+                print_json(document) if as_json else echo_lines(preview.lines())
                 if refused is not None:
                     raise refused
                 return 0
             result = await work.run(client, stop)
     progress.end_line()
-    print_json(result.as_json()) if as_json else click.echo(result_line(result, request))
-    return 0 if result.finished else EXIT_RETRY_LATER
+    print_json(result.as_json()) if as_json else echo_lines(result.lines())
+    return result.exit_code
 
 
 def resolve_times(args: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +129,11 @@ def resolve_times(args: dict[str, Any]) -> dict[str, Any]:
         if (at := args.pop(name)) is not None:
             args |= {absolute: at.text} if at.text else {name: at.seconds_ago}
     return args
+
+
+def _refusal_json(refused: FloeError | None) -> dict[str, Any] | None:
+    """Return the error with which a command of a dry run would end, None if it would begin."""
+    return refused and {"code": refused.code, "message": refused.message, "hint": refused.hint}
 
 
 def _check_whole_feed(selector: ChainSelector, done: str) -> None:
@@ -254,8 +257,8 @@ async def restore(
             if not as_json:
                 echo_lines(f"note: {note}" for note in notes)
             if as_json:
-                reason = refused and {"code": refused.code, "message": refused.message, "hint": refused.hint}
-                print_json({**plan.as_json(), "notes": [*plan.notes, *notes], "refused": reason})
+                document = {**plan.as_json(), "notes": [*plan.notes, *notes]}
+                print_json({**document, "refused": _refusal_json(refused)})
             if refused is not None:
                 raise refused
             return 0

@@ -132,7 +132,6 @@ class DrillReport:
     nothing was replayed. `problems`: errors while the archive was read. `notes`: remarks on the plan, for an operator.
     """
 
-    request: ReplayRequest
     result: ReplayResult
     plan: ReplayPlan
     differences: Differences
@@ -148,7 +147,7 @@ class DrillReport:
         found = self.differences
         return {
             "ok": self.exit_code == 0,
-            "request": self.request.to_json(),
+            "request": self.result.request.to_json(),
             "rows": found.found,
             "bytes": self.result.bytes,
             "seconds": round(self.result.seconds, 3),
@@ -161,7 +160,7 @@ class DrillReport:
         }
 
     def lines(self) -> Iterator[str]:
-        result, feed = self.result, f"{self.request.site}/{self.request.feed}"
+        result, feed = self.result, f"{self.result.request.site}/{self.result.request.feed}"
         took = f"{duration_words(result.seconds)}, {result.rate:,.0f} msg/s"
         yield f"{feed}: {format_count(self.differences.found, 'message')}, {size_words(result.bytes)} in {took}"
         yield f"{'as in the archive' if self.exit_code == 0 else 'NOT as archived'}: {self.differences.line()}"
@@ -226,7 +225,7 @@ class Drill:
         # The plan reports holes without damage; accepted ones do not count.
         reported = tuple(str(each) for each in problems if not isinstance(each, Hole) or each.causes)
         full = await self._threads.run(self._full_replay_seconds, work.request, preview.plan, result)
-        return DrillReport(work.request, result, preview.plan, total, full, reported, preview.notes)
+        return DrillReport(result, preview.plan, total, full, reported, preview.notes)
 
     def _with_bounds(self, request: ReplayRequest) -> ReplayRequest:
         """Return `request`, for the last `DEFAULT_SEQUENCES` sequences if it has no bounds. Blocking."""

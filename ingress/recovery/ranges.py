@@ -1,6 +1,6 @@
-"""The plan of a replay: pure values computed from coverage, footers and holes."""
+"""The plan of a replay, and its progress: pure values computed from coverage, footers, holes and positions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -10,6 +10,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
+from common.settings.types import duration_words, format_count, size_words
 from ingress.recovery.request import ReplayRequest
 
 # Reasons for the absence of a message that nobody chose to delete.
@@ -248,3 +249,31 @@ def _archive_text(held: Sequence[ArchivedSpan]) -> str:
 
 def time_text(timestamp_ns: int) -> str:
     return datetime.fromtimestamp(timestamp_ns // NS_PER_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class ReplayProgress:
+    """The progress of a replay of `ranges` since its chains were at `positions`, with `rows` messages stored."""
+
+    def __init__(self, ranges: Sequence[ChainRange], positions: Mapping[Chain, int], rows: int) -> None:
+        self._ranges, self._first_rows = ranges, rows
+        self._first_sequences = sum(self._done(positions).values())
+
+    def _done(self, positions: Mapping[Chain, int]) -> dict[ChainRange, int]:
+        """Return the number of sequences of each range that are accounted for."""
+        ends = {each: min(positions.get(each.chain, 0), each.rows.last + 1) for each in self._ranges}
+        return {each: max(0, end - each.rows.first) for each, end in ends.items()}
+
+    def line(self, positions: Mapping[Chain, int], rows: int, size: int, seconds: float) -> str:
+        """Describe the progress after `seconds`. `rows`: messages stored; `size`: bytes of the messages of this run."""
+        done, total = self._done(positions), sum(len(each.rows) for each in self._ranges)
+        sequences = sum(done.values())
+        moved = sequences - self._first_sequences
+        left = "-"
+        if moved > 0 and seconds > 0:
+            left = duration_words(round((total - sequences) * seconds / moved))
+        rate = (rows - self._first_rows) / seconds if seconds > 0 else 0
+        chain = next((each.chain for each in reversed(self._ranges) if done[each]), None)
+        place = f", {chain} at {positions[chain] - 1:,}" if chain else ""
+        share = sequences / total if total else 1.0
+        stored = f"{share:4.0%}  {format_count(rows, 'message')}, {size_words(size)}"
+        return f"{stored}, {rate:,.0f} msg/s, {left} left{place}"

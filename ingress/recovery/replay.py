@@ -36,7 +36,7 @@ from ingress.publishers.choose import PUBLISHERS, choose_publisher, objections
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.recovery import target
 from ingress.recovery.pace import Interrupted, PacedPublisher
-from ingress.recovery.preview import ReplayProgress, progress_line, progress_of
+from ingress.recovery.ranges import ReplayProgress
 from ingress.recovery.receipt import Receipt, ReceiptBucket, StoredReplay, UnreadableReplay, load_replay, receipt_key
 from ingress.recovery.request import RecoveryParts, ReplayHints, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.source import ReplayRegistry, ReplaySource, target_settings
@@ -121,7 +121,7 @@ class Replay:
         template = target.template(request, stream) if info is None and stream else None
         config = info.config if info else template.config if template else {}
         notes = (*survey.notes, *target.target_notes(config, plan, request, stream))
-        return ReplayPreview(plan, stream, info, template, await self.load_former(client), notes)
+        return ReplayPreview(request, plan, stream, info, template, await self.load_former(client), notes)
 
     async def check(self, client: FloeClient, preview: ReplayPreview) -> FloeError | None:
         """Return the error of `run` if it would refuse now; None if it would begin or continue. Nothing is written, no
@@ -279,7 +279,7 @@ class Replay:
     def _result(self, receipt: Receipt, state: TargetState, started: float, *, finished: bool) -> ReplayResult:
         rows, seconds, was_done = _rows(receipt, state), self.clock.monotonic() - started, bool(receipt.finished)
         now = rows - self._former_rows
-        return ReplayResult(finished, was_done, receipt.request.target, rows, now, self._bytes, seconds)
+        return ReplayResult(receipt.request, finished, was_done, rows, now, self._bytes, seconds)
 
 
 def _rows(receipt: Receipt, state: TargetState) -> int:
@@ -329,18 +329,16 @@ class ReplayRun:
         return is_done
 
     async def _watch(self, delivery: Delivery, source: ReplaySource) -> None:
-        clock = self._work.clock
-        begun, started = self._progress_of(self._first_state, 0), clock.monotonic()
+        clock, receipt, state = self._work.clock, self._receipt, self._first_state
+        progress = ReplayProgress(receipt.ranges, state.checkpoint.positions, _rows(receipt, state))
+        started = clock.monotonic()
         while not any(lease.lost.is_set for lease in self._leaseholders):
             await clock.sleep(PROGRESS_INTERVAL_S)
-            now, at = self._progress_of(delivery.state, source.bytes_done), clock.monotonic()
-            text = progress_line(now, begun, at - started)
+            state, at = delivery.state, clock.monotonic()
+            stored = _rows(receipt, state)
+            text = progress.line(state.checkpoint.positions, stored, source.bytes_done, at - started)
             self._work.progress.update(f"{text} ({delivery.trouble})" if delivery.trouble else text, at)
         raise LeaseLost(f"lease of target {self._target}: no longer held by this process")
-
-    def _progress_of(self, state: TargetState, raw_bytes: int) -> ReplayProgress:
-        rows = _rows(self._receipt, state)
-        return progress_of(self._receipt.ranges, state.checkpoint.positions, rows, raw_bytes)
 
     # The components
 

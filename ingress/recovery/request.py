@@ -15,11 +15,11 @@ from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import UsageError
-from common.exits import choices, floe_command
+from common.exits import EXIT_RETRY_LATER, choices, floe_command
 from common.hints import name_argument, option_words
 from common.sequences import SequenceRange
 from common.service.progress import Progress
-from common.settings.types import format_duration, is_filter, is_subject
+from common.settings.types import duration_words, format_count, format_duration, is_filter, is_subject
 from ingress.recovery.pace import Pace
 from ingress.verdict.settle import CONFIRM_INTERVAL_S
 
@@ -208,9 +208,9 @@ class ReplayResult:
     its runs; `rows_now`, `bytes`, `seconds`: of this run.
     """
 
+    request: ReplayRequest
     finished: bool
     was_done: bool
-    target: str
     rows: int
     rows_now: int
     bytes: int
@@ -220,8 +220,25 @@ class ReplayResult:
     def rate(self) -> float:
         return self.rows_now / self.seconds if self.seconds > 0 else 0.0
 
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.finished else EXIT_RETRY_LATER
+
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": round(self.seconds, 3), "rows_per_second": round(self.rate)}
+        values = {name: value for name, value in asdict(self).items() if name != "request"}
+        rounded = {"seconds": round(self.seconds, 3), "rows_per_second": round(self.rate)}
+        return {"target": self.request.target, **values, **rounded}
+
+    def lines(self) -> Iterator[str]:
+        route = f"{self.request.site}/{self.request.feed} into {self.request.target}"
+        count = f"{format_count(self.rows, 'message')} of {route}"
+        took = f"{self.rows_now:,} in {duration_words(self.seconds)}, {self.rate:,.0f} msg/s"
+        if self.was_done:
+            yield f"done before: {count}; --again replays them again"
+        elif self.finished:
+            yield f"done: {count} ({took})"
+        else:
+            yield f"not finished: {count} ({took}); the same command continues"
 
 
 MAX_SHOWN_HOLES = 10  # holes

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from common.archive.documents import ChainStore, Floor, StreamDocument
 from common.archive.scan import RELIST_ATTEMPTS, ChainArchive, vanishing_error, with_current_listing
@@ -23,6 +24,7 @@ from common.hints import verify_command
 from common.nats.api import StreamInfo
 from common.sequences import SequenceRange, Stretch, cover, holes
 from common.service.process import ThreadPool
+from common.settings.types import format_count, size_words
 from ingress.recovery import target
 from ingress.recovery.ranges import (
     ArchivedSpan,
@@ -34,6 +36,7 @@ from ingress.recovery.ranges import (
     check_overlap,
     clip_range,
     split_range,
+    time_text,
 )
 from ingress.recovery.receipt import StoredReplay, UnreadableReplay, other_replay_error, unreadable_replay_error
 from ingress.recovery.request import ReplayHints, ReplayRequest
@@ -250,18 +253,82 @@ def damaged_error(chain: Chain, keys: Collection[str]) -> DataError:
     )
 
 
+MAX_SHOWN_LINES = 10  # chains and holes
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayPreview:
-    """A preview of a replay. `stream`: the document of the source. `info`: the target, None if it is missing;
-    `template`: its configuration if it is made. `former`: the last replay into it.
+    """A preview of the replay of `request`. `stream`: the document of the source. `info`: the target, None if it is
+    missing; `template`: its configuration if it is made. `former`: the last replay into it.
     """
 
+    request: ReplayRequest
     plan: ReplayPlan
     stream: StreamDocument | None
     info: StreamInfo | None
     template: target.StreamTemplate | None
     former: StoredReplay | UnreadableReplay | None
     notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        former = self.former.receipt if isinstance(self.former, StoredReplay) else None
+        info, template = self.info, self.template
+        return {
+            "request": self.request.to_json(),
+            "plan": self.plan.as_json(),
+            "target": info and {"messages": info.messages, "last_sequence": info.last_sequence},
+            "create": template and {"config": template.config, "left_out": list(template.left_out)},
+            "former": former and {"request": former.request.to_json(), "finished": bool(former.finished)},
+            "notes": list(self.notes),
+        }
+
+    def lines(self) -> Iterator[str]:
+        plan, request = self.plan, self.request
+        most = "" if plan.is_exact else "at most "
+        yield f"{request.site}/{request.feed} into {request.target}: {most}{format_count(plan.rows, 'message')}"
+        to_read = f"to read: {most}{size_words(plan.bytes_to_read)} of {format_count(len(plan.parts), 'segment')}"
+        yield f"{most}{size_words(plan.raw_bytes)}; {to_read}"
+        if plan.time_range_ns:
+            yield f"from {time_text(plan.time_range_ns[0])} to {time_text(plan.time_range_ns[1])} in these segments"
+        for chain in plan.chains[:MAX_SHOWN_LINES]:
+            parts = format_count(len(chain.parts), "segment")
+            yield f"  {chain.chain}  {chain.range.rows}  {format_count(chain.rows, 'message')} in {parts}"
+        if len(plan.chains) > MAX_SHOWN_LINES:
+            yield f"  and {format_count(len(plan.chains) - MAX_SHOWN_LINES, 'more chain')}"
+        yield from self._missing_lines()
+        yield from self._target_lines()
+        yield from (f"note: {note}" for note in self.notes)
+
+    def _missing_lines(self) -> Iterator[str]:
+        plan = self.plan
+        if not plan.chains:
+            yield "the archive has nothing in this range"
+        if plan.is_lossy:
+            yield f"a copy, not a backup (--allow-lossy): {lossy_text(plan)}"
+        for name, found in (("hole (--skip-holes)", plan.holes), ("accepted gap", plan.accepted)):
+            for hole in found[:MAX_SHOWN_LINES]:
+                yield f"{name}: {hole.chain} {hole.rows}"
+            if len(found) > MAX_SHOWN_LINES:
+                yield f"{name}: {len(found) - MAX_SHOWN_LINES} more"
+
+    def _target_lines(self) -> Iterator[str]:
+        name, info, template = self.request.target, self.info, self.template
+        if info is not None:
+            held = f"holds {info.messages:,} messages up to sequence {info.last_sequence:,}"
+            yield f"target {name} {held if info.messages else 'is empty'}"
+        elif template is None:
+            yield f"target {name} is missing, and there is no stream.json to create it from"
+        else:
+            config = ", ".join(f"{key} {value}" for key, value in template.config.items() if key != "name")
+            yield f"target {name} is missing; --create creates it with {config}"
+            if template.left_out:
+                yield f"it would be created without {', '.join(template.left_out)} of the source"
+        if isinstance(self.former, UnreadableReplay):
+            yield f"the record of the last replay into it cannot be read: {self.former.reason}"
+        elif self.former is not None:
+            receipt = self.former.receipt
+            done = "finished" if receipt.finished else "not finished"
+            yield f"the last replay into it is {done}: {receipt.request.arguments()}"
 
 
 def resumable_replay(hints: ReplayHints, former: StoredReplay | UnreadableReplay | None) -> StoredReplay | None:

@@ -26,7 +26,6 @@ from common.settings.egress import EgressSettings
 from common.tasks import Stop
 from ingress.recovery.drill import ScratchStreams
 from ingress.recovery.pace import Pace
-from ingress.recovery.preview import plan_json, plan_lines
 from ingress.recovery.request import ReplayOptions, ReplayResult
 from tests.support.basics import soon
 from tests.support.commands import run_here
@@ -348,10 +347,9 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
 
 async def test_a_dry_run_touches_nothing(world: World) -> None:
     world.fill((1, 100), (101, 200), (301, 400))
-    request = world.replay(from_sequence=50).request
     view = await world.preview(from_sequence=50)
-    document = plan_json(view, request)
-    assert "hole (--skip-holes): us-east/NODES/0000/0 201..300" in "\n".join(plan_lines(view, request))
+    document = view.as_json()
+    assert "hole (--skip-holes): us-east/NODES/0000/0 201..300" in "\n".join(view.lines())
     assert (document["plan"]["rows"], document["plan"]["exact"], document["target"]) == (251, False, None)
     for bucket in (world.centre.state_bucket, world.centre.lease_bucket):
         assert await stream_info(world.client, f"KV_{bucket}") is None

@@ -17,8 +17,7 @@ from ingress.checkpoint import IntentPiece
 from ingress.publishers.publisher import Outcome
 from ingress.recovery.guard import run_with_renewal
 from ingress.recovery.pace import Interrupted, Pace, PacedPublisher, RowsPrefix, pace_of
-from ingress.recovery.preview import progress_line, progress_of
-from ingress.recovery.ranges import ChainRange, split_range
+from ingress.recovery.ranges import ChainRange, ReplayProgress, split_range
 from ingress.recovery.request import ReplayRequest
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.support.clock import ManualClock
@@ -80,9 +79,9 @@ def test_holes_are_split_where_they_are_accepted_in_part() -> None:
 def test_progress_has_the_time_left() -> None:
     chain = Chain("s", "F")
     ranges = [ChainRange(chain, SequenceRange(101, 200))]
-    begun, now = progress_of(ranges, {chain: 101}, 0, 0), progress_of(ranges, {chain: 151}, 40, 12_000)
-    assert progress_line(now, begun, 10.0) == " 50%  40 messages, 11.7 KiB, 4 msg/s, 10 s left, s/F/0000/0 at 150"
-    assert progress_of([], {}, 0, 0).share == 1.0
+    line = ReplayProgress(ranges, {chain: 101}, 0).line({chain: 151}, 40, 12_000, 10.0)
+    assert line == " 50%  40 messages, 11.7 KiB, 4 msg/s, 10 s left, s/F/0000/0 at 150"
+    assert ReplayProgress([], {}, 0).line({}, 0, 0, 0.0).startswith("100%")
 
 
 async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_if_asked() -> None:
