@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -16,6 +16,7 @@ from common.cli import (
     CHAIN_TYPE,
     ChainSelector,
     ParsedType,
+    RequestedTime,
     SequenceType,
     chain_argument,
     check_range,
@@ -37,7 +38,9 @@ from common.settings.types import format_count
 if TYPE_CHECKING:
     from common.settings.root import Settings
     from ingress.recovery.plan import RestoreRequest
-    from ingress.recovery.site_restore import WholeSiteRestore
+    from ingress.recovery.request import RecoveryParts
+    from ingress.recovery.restore import Restore, RestoreReport
+    from ingress.recovery.site_restore import SiteReport
 
 
 def _parse_site_or_chain(text: str) -> ChainSelector:
@@ -58,6 +61,46 @@ def check_all(selector: ChainSelector, is_all: bool, *single: object) -> None:
         raise UsageError("expected SITE/FEED, or SITE with --all")
     if is_all and (found := [each for each in single if each is not None]):
         raise UsageError(f"--all: expected no option for one stream, found {found[0]!r:.80}")
+
+
+@contextmanager
+def open_recovery(config: str) -> Iterator[tuple[Settings, RecoveryParts]]:
+    """Open the configured archive for the block. The line of the progress ends after the block."""
+    from common.clock import SystemClock
+    from common.service.progress import Progress
+    from ingress.recovery.request import RecoveryParts
+
+    settings, progress = load_settings(config, quiet=True), Progress()
+    store, documents = open_for_work(settings)
+    with closing(store):
+        yield settings, RecoveryParts(store, documents, SystemClock(), progress)
+    progress.end_line()
+
+
+class CommandReport(Protocol):
+    """The plan or the result of a command, for people and for programs."""
+
+    def as_json(self) -> dict[str, Any]: ...
+    def lines(self) -> Iterator[str]: ...
+
+
+def print_report(report: CommandReport, as_json: bool) -> None:
+    print_json(report.as_json()) if as_json else echo_lines(report.lines())
+
+
+def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
+    for line in lines:
+        click.echo(escape(line), err=err)
+
+
+def restore_request(selector: ChainSelector, until: RequestedTime | None, **fields: Any) -> RestoreRequest:
+    """Return a request for a feed up to `to_sequence` of its fields, or a time. Raises UsageError for both."""
+    from common.clock import SystemClock
+    from ingress.recovery.plan import RestoreRequest
+
+    check_range(None, fields["to_sequence"], None, until)
+    end_ns = resolve_time(SystemClock().now(), until)
+    return RestoreRequest(selector.site, selector.feed, selector.incarnation, to_time_ns=end_ns, **fields)
 
 
 @click.command()
@@ -87,12 +130,10 @@ async def replay(
     \b
     Example: floe replay -c site.yaml us-east/NODES --target NODES --into-source --create --dry-run
     """
-    from common.clock import SystemClock
     from common.service.process import stop_on_signals
-    from common.service.progress import Progress
     from ingress.recovery.pace import pace_of
     from ingress.recovery.replay import Replay
-    from ingress.recovery.request import FLAG_OPTIONS, RecoveryParts, ReplayOptions, ReplayRequest
+    from ingress.recovery.request import FLAG_OPTIONS, ReplayOptions, ReplayRequest
 
     flags = {name: args.pop(name) for name in FLAG_OPTIONS}
     if not FEED_PATTERN.fullmatch(name := args["target"]):
@@ -100,14 +141,12 @@ async def replay(
         raise UsageError(f"--target: expected a stream name, {form}, found {name!r:.80}")
     request = ReplayRequest(**asdict(selector), **resolve_times(args))
     options = ReplayOptions(**flags, pace=pace_of(rate), pace_arguments=(f"--rate={rate}",) if rate else ())
-    settings, clock = load_settings(config, quiet=True), SystemClock()
-    if not dry_run:
-        what = f"replay {selector.site}/{selector.feed} into {request.target}"
-        again = f"begin again in {request.target}, regardless of earlier replays into it?"
-        await decide(settings, again if options.again else what, yes or not options.again, is_needed=False)
-    store, chains = open_for_work(settings)
-    with closing(store):
-        work = Replay(settings, request, options, RecoveryParts(store, chains, clock, progress := Progress()))
+    with open_recovery(config) as (settings, parts):
+        if not dry_run:
+            what = f"replay {selector.site}/{selector.feed} into {request.target}"
+            again = f"begin again in {request.target}, regardless of earlier replays into it?"
+            await decide(settings, again if options.again else what, yes or not options.again, is_needed=False)
+        work = Replay(settings, request, options, parts)
         async with work.open_connection() as client, stop_on_signals() as stop:
             if dry_run:
                 preview = await work.preview(client)
@@ -118,8 +157,7 @@ async def replay(
                     raise refused
                 return 0
             result = await work.run(client, stop)
-    progress.end_line()
-    print_json(result.as_json()) if as_json else echo_lines(result.lines())
+    print_report(result, as_json)
     return result.exit_code
 
 
@@ -139,11 +177,6 @@ def _refusal_json(refused: FloeError | None) -> dict[str, Any] | None:
 def _check_whole_feed(selector: ChainSelector, done: str) -> None:
     if selector.partition is not None:
         raise UsageError(f"expected SITE/FEED[/INCARNATION], found partition {selector.partition}: all are {done}")
-
-
-def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
-    for line in lines:
-        click.echo(escape(line), err=err)
 
 
 @click.command()
@@ -198,16 +231,11 @@ async def restore(
       floe restore -c site.yaml us-east/NODES --dry-run
       floe restore -c site.yaml us-east --all --dry-run
     """
-    from common.clock import SystemClock
     from common.nats.api import RESTORE_PREFIX
     from common.service.process import stop_on_signals
-    from common.service.progress import Progress
     from common.settings.types import is_filter
     from common.subjects import first_overlap, overlaps
-    from ingress.recovery.plan import RestoreRequest
-    from ingress.recovery.request import RecoveryParts
     from ingress.recovery.restore import Restore
-    from ingress.recovery.site_restore import WholeSiteRestore
 
     dry_run, subjects, until = (args.pop(each) for each in ("dry_run", "subjects", "until"))
     skip_to, to_sequence = args["skip_to"], args["to_sequence"]
@@ -231,69 +259,62 @@ async def restore(
         )
     if own_subjects and name is None:
         raise UsageError("--subjects: expected only with --as: under its own name it keeps its subjects")
-    check_range(None, to_sequence, None, until)
+    args["consumers"] = not args.pop("no_consumers")
+    request = restore_request(selector, until, name=name or "", subjects=own_subjects, **args)
     if skip_to is not None and (to_sequence, until) != (None, None):
         raise UsageError("--skip-to-sequence: expected only without --to-sequence and --until")
-    settings, clock = load_settings(config, quiet=True), SystemClock()
-    of, args["consumers"] = (selector.site, selector.feed, selector.incarnation), not args.pop("no_consumers")
-    args["to_time_ns"] = resolve_time(clock.now(), until)
-    request = RestoreRequest(*of, name or "", subjects=own_subjects, **args)
-    store, chains = open_for_work(settings)
-    parts = RecoveryParts(store, chains, clock, progress := Progress())
-    with closing(store):
+    report: RestoreReport | SiteReport
+    with open_recovery(config) as (settings, parts):
         if is_all:
-
-            def make(request: RestoreRequest) -> Restore:
-                return Restore(settings, request, parts)
-
-            with closing(WholeSiteRestore(request, chains, make, progress)) as site:
-                return await _restore_site(site, settings, selector.site, dry_run=dry_run, yes=yes, as_json=as_json)
-        work = Restore(settings, request, parts)
-        if dry_run:
-            plan = await work.plan()
-            if not as_json:
-                echo_lines(plan.lines())
-            notes, refused = await work.check(plan)
-            if not as_json:
-                echo_lines(f"note: {note}" for note in notes)
-            if as_json:
-                document = {**plan.as_json(), "notes": [*plan.notes, *notes]}
-                print_json({**document, "refused": _refusal_json(refused)})
-            if refused is not None:
-                raise refused
-            return 0
-        what = f"{selector.site}/{selector.feed}" + (f" as {name}" if name else "")
-        confirmed = None
-        if not yes and sys.stdin.isatty():
-            confirmed = await work.plan()
-            echo_lines(confirmed.lines(), err=True)
-        effects = confirmed.elsewhere if confirmed else ()
-        await decide(settings, "\n".join([*effects, f"restore the stream of {what}?"]), yes, is_needed=False)
-        async with work.open_connection() as client, stop_on_signals() as stop:
-            report = await work.run(client, stop, confirmed)
-    progress.end_line()
-    print_json(report.as_json()) if as_json else echo_lines(report.lines())
+            report = await _restore_site(settings, request, parts, dry_run=dry_run, yes=yes)
+        elif dry_run:
+            return await _show_plan(Restore(settings, request, parts), as_json)
+        else:
+            work, confirmed = Restore(settings, request, parts), None
+            if not yes and sys.stdin.isatty():
+                confirmed = await work.plan()
+                echo_lines(confirmed.lines(), err=True)
+            effects = confirmed.elsewhere if confirmed else ()
+            what = f"{selector.site}/{selector.feed}" + (f" as {name}" if name else "")
+            await decide(settings, "\n".join([*effects, f"restore the stream of {what}?"]), yes, is_needed=False)
+            async with work.open_connection() as client, stop_on_signals() as stop:
+                report = await work.run(client, stop, confirmed)
+    print_report(report, as_json)
     return report.exit_code
+
+
+async def _show_plan(work: Restore, as_json: bool) -> int:
+    """Show the plan, and what the server makes of it. Raises the error with which the restore would end."""
+    plan = await work.plan()
+    if not as_json:
+        echo_lines(plan.lines())
+    notes, refused = await work.check(plan)
+    if as_json:
+        print_json({**plan.as_json(), "notes": [*plan.notes, *notes], "refused": _refusal_json(refused)})
+    else:
+        echo_lines(f"note: {note}" for note in notes)
+    if refused is not None:
+        raise refused
+    return 0
 
 
 async def _restore_site(
-    site: WholeSiteRestore, settings: Settings, name: str, *, dry_run: bool, yes: bool, as_json: bool
-) -> int:
+    settings: Settings, request: RestoreRequest, parts: RecoveryParts, *, dry_run: bool, yes: bool
+) -> SiteReport:
     from common.service.process import stop_on_signals
+    from ingress.recovery.site_restore import WholeSiteRestore
 
-    plans = await site.plan()
-    if dry_run:
-        report = await site.check(plans)
-    else:
+    with closing(WholeSiteRestore(settings, request, parts)) as site:
+        plans = await site.plan()
+        if dry_run:
+            return await site.check(plans)
         is_asked = not yes and sys.stdin.isatty()
         if is_asked:
             echo_lines((line for plan in plans for line in plan.lines()), err=True)
-        what = f"restore {format_count(len(plans), 'stream')} of site {name}?"
+        what = f"restore {format_count(len(plans), 'stream')} of site {request.site}?"
         await decide(settings, what, yes, is_needed=False)
         async with stop_on_signals() as stop:
-            report = await site.run(plans, stop, is_confirmed=is_asked)
-    print_json(report.as_json()) if as_json else echo_lines(report.lines())
-    return report.exit_code
+            return await site.run(plans, stop, is_confirmed=is_asked)
 
 
 @click.command()
@@ -304,7 +325,7 @@ async def _restore_site(
 @click.option("--allow-lossy", is_flag=True, help="Also export an archive that lacks messages.")
 @dry_run_option
 @config_command
-async def export(config: str, selector: ChainSelector, as_json: bool, dry_run: bool, **args: Any) -> int:
+async def export(config: str, selector: ChainSelector, as_json: bool, dry_run: bool, **args: Any) -> None:
     """Export a stream as a backup of the command `nats`, into the new folder DIR.
 
     `nats backup restore stream DIR` makes the stream from it, on nats-server 2.15 or newer: messages with their
@@ -314,31 +335,16 @@ async def export(config: str, selector: ChainSelector, as_json: bool, dry_run: b
     \b
     Example: floe export -c site.yaml us-east/NODES backup/NODES
     """
-    from common.clock import SystemClock
     from common.service.process import stop_on_signals
-    from common.service.progress import Progress
-    from ingress.recovery.export import Export, export_notes
-    from ingress.recovery.plan import RestoreRequest
-    from ingress.recovery.request import RecoveryParts
+    from ingress.recovery.export import Export
 
     _check_whole_feed(selector, "exported")
-    check_range(None, args["to_sequence"], None, until := args.pop("until"))
-    settings, clock = load_settings(config, quiet=True), SystemClock()
-    of, args["to_time_ns"] = (selector.site, selector.feed, selector.incarnation), resolve_time(clock.now(), until)
-    request = RestoreRequest(*of, verify="state", **args)
-    store, chains = open_for_work(settings)
+    request = restore_request(selector, args.pop("until"), verify="state", **args)
     async with stop_on_signals() as stop:
-        work = Export(request, RecoveryParts(store, chains, clock, progress := Progress()), stop)
-        with closing(store), closing(work):
+        with open_recovery(config) as (_, parts), closing(Export(request, parts, stop)) as work:
             plan = await work.plan()
-            if dry_run and as_json:
-                print_json({**plan.as_json(), "notes": [*plan.notes, *export_notes(plan)]})
-            elif dry_run:
-                echo_lines([*plan.lines(), *(f"note: {note}" for note in export_notes(plan))])
-            else:
-                notes = (*plan.notes, *export_notes(plan), *plan.elsewhere)
-                echo_lines((f"note: {note}" for note in notes), err=True)
+            report: CommandReport = plan
+            if not dry_run:
+                echo_lines((f"note: {note}" for note in (*plan.notes, *plan.elsewhere)), err=True)
                 report = await work.run(plan)
-                progress.end_line()
-                print_json(report.as_json()) if as_json else echo_lines(report.lines())
-    return 0
+    print_report(report, as_json)

@@ -19,14 +19,20 @@ from common.cli import (
     from_sequence_option,
     print_json,
     range_options,
-    resolve_time,
     textfile_option,
     to_sequence_option,
 )
 from common.errors import FloeError, UsageError
 from common.exits import EXIT_RETRY_LATER, report_error
-from common.open import load_settings, open_for_work
-from ingress.recovery.cli import SITE_OR_CHAIN_TYPE, check_all, echo_lines, resolve_times
+from ingress.recovery.cli import (
+    SITE_OR_CHAIN_TYPE,
+    check_all,
+    echo_lines,
+    open_recovery,
+    print_report,
+    resolve_times,
+    restore_request,
+)
 
 if TYPE_CHECKING:
     from ingress.recovery.drill import DrillReport, ExactReport
@@ -66,52 +72,37 @@ async def drill(
       floe drill -c site.yaml us-east/NODES --exact --server local
       floe drill -c site.yaml us-east --all --server local
     """
-    from common.clock import SystemClock
     from common.nats.api import SCRATCH_PREFIX
     from common.service.process import stop_on_signals
-    from common.service.progress import Progress
     from ingress.recovery.drill import Drill, ExactDrill
-    from ingress.recovery.request import RecoveryParts, ReplayRequest
-    from ingress.recovery.restore import Restore
+    from ingress.recovery.request import ReplayRequest
     from ingress.recovery.site_restore import WholeSiteRestore
 
     check_all(selector, is_all := args.pop("is_all"), args["to_sequence"])
     exact = {key: args.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
     is_exact, storage = exact.pop("exact") or is_all, args.pop("storage")
-    _check_drill(is_exact, {**exact} if not is_exact else {**args, "storage": storage, "partition": selector.partition})
-    clock = SystemClock()
+    _check_drill(is_exact, exact if not is_exact else {**args, "storage": storage, "partition": selector.partition})
+    is_local = exact.pop("server") == "local"
     request: RestoreRequest | ReplayRequest
     if is_exact:
-        request = _exact_request(selector, args, exact, clock.now())
+        request = restore_request(selector, args["until"], to_sequence=args["to_sequence"], **exact)
     else:
         request = ReplayRequest(**asdict(selector), target=SCRATCH_PREFIX, **resolve_times(args))
-    settings = load_settings(config, quiet=True)
-    store, chains = open_for_work(settings)
     report: ExactReport | DrillReport | SiteReport
-    with closing(store):
-        common = RecoveryParts(store, chains, clock, progress := Progress())
+    with open_recovery(config) as (settings, archive):
 
         def exact_drill(request: RestoreRequest) -> ExactDrill:
-            server = parts["server"]() if exact["server"] == "local" else None
-            return ExactDrill(settings, request, common, server)
+            return ExactDrill(settings, request, archive, parts["server"]() if is_local else None)
 
         async with stop_on_signals() as stop:
-            if not isinstance(request, ReplayRequest) and is_all:
-                site = WholeSiteRestore(
-                    replace(request, promote=False),
-                    chains,
-                    lambda request: Restore(settings, request, common),
-                    progress,
-                    exact_drill,
-                )
-                with closing(site):
+            if isinstance(request, ReplayRequest):
+                report = await Drill(settings, archive, storage or "file").run(request, stop)
+            elif is_all:
+                with closing(WholeSiteRestore(settings, request, archive, exact_drill)) as site:
                     report = await site.run(await site.plan(), stop, is_confirmed=False)
-            elif not isinstance(request, ReplayRequest):
-                report = await exact_drill(request).run(stop)
             else:
-                report = await Drill(settings, common, storage or "file").run(request, stop)
-    progress.end_line()
-    print_json(report.as_json()) if as_json else echo_lines(report.lines())
+                report = await exact_drill(request).run(stop)
+    print_report(report, as_json)
     return report.exit_code
 
 
@@ -122,15 +113,6 @@ def _check_drill(is_exact: bool, args: Mapping[str, Any]) -> None:
         raise UsageError(f"{', '.join(wrong)}: expected none with --exact, which restores from the beginning")
     if wrong and not is_exact:
         raise UsageError(f"{', '.join(wrong)}: expected only with --exact")
-
-
-def _exact_request(selector: ChainSelector, args: dict[str, Any], exact: dict[str, Any], now: float) -> RestoreRequest:
-    from ingress.recovery.plan import RestoreRequest
-
-    check_range(None, args["to_sequence"], None, args["until"])
-    end = (args["to_sequence"], resolve_time(now, args["until"]))
-    flags = {name: exact[name] for name in ("replicas", "allow_lossy", "force")}
-    return RestoreRequest(selector.site, selector.feed, selector.incarnation, "", *end, **flags)
 
 
 def _parse_mode(text: str) -> tuple[str, str]:
@@ -175,28 +157,23 @@ async def compare(
       floe compare -c site.yaml us-east --all --since-last
       floe compare -c central.yaml us-east/ORDERS --with target=FLEET --rate 20M/s
     """
-    from common.clock import SystemClock
     from common.metrics import write_textfile
     from common.nats.buckets import optional_state
     from common.nats.client import connect
     from common.service.process import ThreadPool, stop_on_signals
-    from common.service.progress import Progress
     from ingress.recovery.delivered import TargetComparison
     from ingress.recovery.living import CompareReport, CompareRequest, LivingComparison, show_metrics
     from ingress.recovery.pace import pace_of
-    from ingress.recovery.request import RecoveryParts
 
     check_all(selector, is_all, first := args.pop("from_sequence"), last := args.pop("to_sequence"))
     check_range(first, last, None, None)
     (kind, name), textfile = mode, args.pop("textfile")
     check_textfile(textfile)
     args |= {"mode": kind, "first": first, "last": last, "pace": pace_of(rate)}
-    settings, clock, progress = load_settings(config, quiet=True), SystemClock(), Progress()
-    targets = settings.ingress.targets if kind == "target" else (None,)
-    store, documents = open_for_work(settings)
     reports, codes = list[CompareReport](), list[int]()
-    with closing(store), closing(ThreadPool("compare", 1)) as threads:
-        feeds = [selector.feed] if selector.feed else sorted({chain.feed for chain in documents.chains(selector.site)})
+    with open_recovery(config) as (settings, archive), closing(ThreadPool("compare", 1)) as threads:
+        targets = settings.ingress.targets if kind == "target" else (None,)
+        feeds = [selector.feed] if selector.feed else sorted({c.feed for c in archive.documents.chains(selector.site)})
         works = [
             (feed, each)
             for feed in feeds
@@ -208,9 +185,9 @@ async def compare(
             expected = "one target that takes it (--with target=NAME)" if kind == "target" else "an archive"
             raise UsageError(f"{selector.site}/{selector.feed or '*'}: expected {expected}, found {names}")
         nats = settings.nats_for("ingress" if kind == "target" else "egress")
-        client = await connect(nats, name="floe compare", clock=clock)
+        client = await connect(nats, name="floe compare", clock=archive.clock)
         async with aclosing(client), stop_on_signals() as stop:
-            parts = client, RecoveryParts(store, documents, clock, progress), threads
+            parts = client, archive, threads
             states = optional_state(client, settings.ingress)
             for feed, target in works:
                 work = TargetComparison(target, states, *parts) if target else LivingComparison(*parts)
@@ -221,9 +198,8 @@ async def compare(
                         raise
                     code = report_error(error)
                     codes.append(0 if error.code in ("E-COMPARE-QUEUE", "E-SOURCE-GONE") else code)
-    progress.end_line()
     if textfile:
-        show_metrics(reports, kind, clock.now())
+        show_metrics(reports, kind, archive.clock.now())
         write_textfile(textfile, "compare_")
     if as_json:
         print_json([each.as_json() for each in reports] if is_all else reports[0].as_json())

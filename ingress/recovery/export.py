@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -112,7 +112,7 @@ class ExportReport:
     def as_json(self) -> dict[str, Any]:
         folder = str(Path(self.plan.request.directory).absolute())
         written = {"folder": folder, "rows": self.rows, "written_bytes": self.bytes, "seconds": round(self.seconds, 3)}
-        return {**self.plan.as_json(), "notes": [*self.plan.notes, *export_notes(self.plan)], **written}
+        return {**self.plan.as_json(), **written}
 
     def lines(self) -> Iterator[str]:
         rate = f"{self.rows / max(self.seconds, 0.001):,.0f} msg/s"
@@ -146,10 +146,13 @@ class Export:
             raise Unavailable("the export was stopped before its end", hint=hint, code="E-EXPORT-STOPPED")
 
     async def plan(self) -> RestorePlan:
-        """Return the plan, as that of a restore. Raises as `ArchivedHistory.plan`, UsageError for a folder in use."""
+        """Return the plan, as that of a restore, with the notes on a backup. Raises as `ArchivedHistory.plan`,
+        UsageError for a folder in use.
+        """
         check_folder(self._folder)
         begun = f"planning: reading the archive of {self._request.site}/{self._request.feed}"
-        return await self._work.wait(self._history.plan(), lambda: self._history.progress_text, begun)
+        plan = await self._work.wait(self._history.plan(), lambda: self._history.progress_text, begun)
+        return replace(plan, notes=(*plan.notes, *export_notes(plan)))
 
     async def run(self, plan: RestorePlan) -> ExportReport:
         """Write the backup. Raises Stopped for an archive that lacks messages, Unavailable if the folder cannot be

@@ -9,13 +9,13 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.archive.documents import ChainStore
 from common.errors import FloeError, UsageError
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER
-from common.service.progress import Progress
+from common.settings.root import Settings
 from common.tasks import Stop
 from ingress.recovery.drill import ExactDrill, ExactReport
 from ingress.recovery.plan import RestorePlan, RestoreRequest
+from ingress.recovery.request import RecoveryParts
 from ingress.recovery.restore import Restore, RestoreReport
 
 PARALLEL_RESTORES = 16  # most of the time of a small one is waiting: each name is watched for seconds before it is used
@@ -101,20 +101,18 @@ def _sources(config: Mapping[str, Any]) -> set[str]:
 
 
 class WholeSiteRestore:
-    """One request for all feeds of a site. `make`: makes the restore of a request; `make_drill`: the drill, if the
-    streams are drilled, one after another, and not restored.
+    """One request for all feeds of a site. `make_drill`: makes the drill of a request, if the streams are drilled, one
+    after another, and not restored.
     """
 
     def __init__(
         self,
+        settings: Settings,
         request: RestoreRequest,
-        documents: ChainStore,
-        make: Callable[[RestoreRequest], Restore],
-        progress: Progress,
+        parts: RecoveryParts,
         make_drill: Callable[[RestoreRequest], ExactDrill] | None = None,
     ) -> None:
-        self._request, self._documents, self._make, self._progress = request, documents, make, progress
-        self._make_drill = make_drill
+        self._settings, self._request, self._parts, self._make_drill = settings, request, parts, make_drill
         self._restores: dict[str, Restore] = {}  # by feed
         self._outcomes: dict[str, StreamOutcome] = {}  # by stream; by feed if its stream is not known
 
@@ -122,15 +120,17 @@ class WholeSiteRestore:
         """Return the plans of all streams that can come back whole; note the others as skipped or failed. Raises
         UsageError for a site without an archive.
         """
-        chains = await asyncio.to_thread(self._documents.chains, self._request.site)
+        list_chains = self._parts.documents.chains
+        chains = await asyncio.to_thread(list_chains, self._request.site)
         feeds = sorted({chain.feed for chain in chains})
         if not feeds:
-            known = sorted({chain.site for chain in await asyncio.to_thread(self._documents.chains)})
+            known = sorted({chain.site for chain in await asyncio.to_thread(list_chains)})
             found = ", ".join(known) or "none"
             raise UsageError(f"{self._request.site}: expected a site with an archive, found {found}")
         plans = list[RestorePlan]()
         for feed in feeds:
-            work = self._restores[feed] = self._make(replace(self._request, feed=feed))
+            request = replace(self._request, feed=feed, promote=self._make_drill is None)
+            work = self._restores[feed] = Restore(self._settings, request, self._parts)
             try:
                 plans.append(await work.plan())
             except FloeError as error:
@@ -182,7 +182,7 @@ class WholeSiteRestore:
         state = "differs" if report.exit_code else "drilled" if self._make_drill else "restored"
         outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)
         self._note(replace(outcome, text=f"{report.as_json()['rows']:,} messages"))
-        self._progress.print(next(outcome.lines()))
+        self._parts.progress.print(next(outcome.lines()))
 
     async def _bring_back(
         self, plan: RestorePlan, stop: Stop, confirmed: RestorePlan | None
