@@ -28,7 +28,7 @@ from common.clock import NS_PER_S, format_time
 from common.errors import DataError, Stopped
 from common.exits import EXIT_DIFFERENCES
 from common.metrics import gauge
-from common.nats.api import StreamInfo, check_token, deleted_sequences, query, ready_stream_info
+from common.nats.api import StreamInfo, deleted_sequences, ready_stream_info
 from common.nats.client import FloeClient
 from common.nats.pull import StartAt, scan
 from common.sequences import MAX_SEQUENCE, SequenceRange
@@ -38,7 +38,7 @@ from common.tasks import Stop, wait_for
 from ingress.recovery.compare import MAX_EXAMPLES, Differences, fingerprint
 from ingress.recovery.history import selects_rows
 from ingress.recovery.pace import Pace
-from ingress.recovery.read_back import digest_block, normalize
+from ingress.recovery.read_back import digest_block, normalize, stream_info_json
 from ingress.recovery.request import RecoveryParts
 
 #: Sequences that are compared and recorded at a time; memory is 8 bytes for each that the stream does not hold.
@@ -176,33 +176,15 @@ def show_metrics(reports: Iterable[CompareReport], mode: str, now: float) -> Non
         differs.labels(*chain, each.server or mode).set(not each.is_same)
 
 
-class _ArchivedRows:
-    """The archived rows of a range, taken in order in slices up to a sequence. Blocking."""
-
-    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
-        self._batches, self._held = batches, None
-
-    _held: pa.RecordBatch | None
-
-    def up_to(self, last: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows up to `last` that were not taken yet, none of them empty."""
-        while (batch := self._held or next(self._batches, None)) is not None:
-            count = int(np.searchsorted(batch.column("sequence").to_numpy(), last, side="right"))
-            self._held = batch.slice(count) if count < batch.num_rows else None
-            if count:
-                yield batch.slice(0, count)
-            if self._held is not None:
-                return
-
-
 class Tally:
     """The comparison of one range of a chain with one copy of the stream: pieces of it, in order. Blocking.
 
     `absent`: archived sequences that are not in the stream. `extra`: sequences in the stream that are not archived.
     """
 
-    def __init__(self, archived: Iterator[pa.RecordBatch]) -> None:
-        self._archived = _ArchivedRows(archived)
+    def __init__(self, archived: Batches) -> None:
+        self._archived = archived
+        self._held: pa.RecordBatch | None = None  # archived rows after the last piece
         self.absent, self.extra = array("q"), array("q")
         self.expected = self.found = self.altered = 0
         self.examples: list[str] = []
@@ -210,12 +192,23 @@ class Tally:
     def add(self, piece: Sequence[Message], last: int) -> None:
         """Compare the stream's messages after the previous piece and up to `last` with the archived rows there."""
         start = 0
-        for batch in self._archived.up_to(last):
+        for batch in self._archived_up_to(last):
             newest = batch.column("sequence")[-1].as_py()
-            end = bisect_right(piece, newest, lo=start, key=_sequence)
+            end = bisect_right(piece, newest, lo=start, key=lambda message: message.sequence)
             self._compare(batch, piece[start:end])
             start = end
-        self._add_extra(piece[start:])
+        self.found += len(piece) - start
+        self.extra.extend(message.sequence for message in piece[start:])
+
+    def _archived_up_to(self, last: int) -> Batches:
+        """Yield the archived rows up to `last` that were not taken yet, none of them empty."""
+        while (batch := self._held or next(self._archived, None)) is not None:
+            count = int(np.searchsorted(batch.column("sequence").to_numpy(), last, side="right"))
+            self._held = batch.slice(count) if count < batch.num_rows else None
+            if count:
+                yield batch.slice(0, count)
+            if self._held is not None:
+                return
 
     def _compare(self, batch: pa.RecordBatch, rows: Sequence[Message]) -> None:
         self.expected += batch.num_rows
@@ -239,14 +232,6 @@ class Tally:
         few = tuple([*self.examples, *examples][:MAX_EXAMPLES])
         counts = self.expected, self.found, len(absent)
         return Differences(*counts, altered=self.altered, unexpected=len(extra), examples=few)
-
-    def _add_extra(self, rows: Sequence[Message]) -> None:
-        self.found += len(rows)
-        self.extra.extend(message.sequence for message in rows)
-
-
-def _sequence(message: Message) -> int:
-    return message.sequence
 
 
 def reached_after(reached: int, found: Copy) -> int:
@@ -336,7 +321,7 @@ class LivingComparison:
     async def _servers(self, info: StreamInfo, mode: str) -> list[str]:
         if mode != "each-replica":
             return [info.name if mode == "target" else ""]
-        cluster = (await query(self._client, f"STREAM.INFO.{check_token(info.name)}")).get("cluster") or {}
+        cluster = (await stream_info_json(self._client, info.name)).get("cluster") or {}
         replicas = cluster.get("replicas") or []  # none on a single server, which has a leader all the same
         return [str(each["name"]) for each in replicas] + [str(cluster["leader"])] if replicas else [""]
 
