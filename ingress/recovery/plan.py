@@ -28,7 +28,7 @@ from common.nats.api import RESTORE_KEY, RESTORE_PREFIX
 from common.sequences import SequenceRange
 from common.settings.types import duration_words, format_count, size_words
 from common.subjects import covers
-from ingress.recovery.ranges import ReplayChain, ReplayPart, ReplayPlan, time_text
+from ingress.recovery.ranges import ReplayChain, ReplayPart, ReplayPlan, period_text, time_range
 from ingress.recovery.retention_filter import (
     PER_SUBJECT_KEY,
     RetentionFilter,
@@ -325,9 +325,7 @@ class RestorePlan:
     @property
     def time_range_ns(self) -> tuple[int, int]:
         """The times (ns) of the first and the last message; 0 if there is none."""
-        first = [p.footer.first_timestamp_ns for p in self.parts if p.footer.first_timestamp_ns is not None]
-        last = [p.footer.last_timestamp_ns for p in self.parts if p.footer.last_timestamp_ns is not None]
-        return min(first, default=0), max(last, default=0)
+        return time_range(self.parts) or (0, 0)
 
     def archive_state(self, first: pa.RecordBatch | None, rows_left: int | None) -> ArchiveState:
         """Return the state of the stream for the archive that is sent. `first`: its first rows, None if there are none;
@@ -376,7 +374,7 @@ class RestorePlan:
         if (last := self.last_sequence) > self.end:
             yield f"new messages begin at {last + 1}: {SequenceRange(self.end + 1, last)} is left out"
         if self.rows:
-            yield f"from {time_text(self.time_range_ns[0])} to {time_text(self.time_range_ns[1])}"
+            yield period_text(*self.time_range_ns)
         subjects = ", ".join(self.config.get("subjects") or []) or "none"
         yield f"subjects {subjects}; replicas {self.config.get('num_replicas', 1)}"
         yield f"consumers: {', '.join(each.name for each in self.consumers) or 'none'}"

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from common.archive.segment import UNREAD_REASONS, Footer, Ledger, Reason, SegmentRef
 from common.chain import Chain
-from common.clock import NS_PER_S
+from common.clock import NS_PER_S, format_unix
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.settings.types import duration_words, format_count, size_words
@@ -139,10 +138,7 @@ class ReplayPlan:
     @property
     def time_range_ns(self) -> tuple[int, int] | None:
         """The times (ns) of the first and the last message of the segments; None without messages."""
-        found = [part.footer for part in self.parts if part.footer.rows]
-        first = [f.first_timestamp_ns for f in found if f.first_timestamp_ns is not None]
-        last = [f.last_timestamp_ns for f in found if f.last_timestamp_ns is not None]
-        return (min(first), max(last)) if first and last else None
+        return time_range(self.parts)
 
     def as_json(self) -> dict[str, Any]:
         row_count = sum(part.row_count for part in self.parts)
@@ -162,6 +158,17 @@ class ReplayPlan:
             "accepted_gaps": [range_json(hole) for hole in self.accepted],
             "chains": [{**range_json(c.range), "rows": c.rows, "segments": len(c.parts)} for c in self.chains],
         }
+
+
+def time_range(parts: Iterable[ReplayPart]) -> tuple[int, int] | None:
+    footers = [part.footer for part in parts]
+    first = [each.first_timestamp_ns for each in footers if each.first_timestamp_ns is not None]
+    last = [each.last_timestamp_ns for each in footers if each.last_timestamp_ns is not None]
+    return (min(first), max(last)) if first and last else None
+
+
+def period_text(first_ns: int, last_ns: int) -> str:
+    return f"from {format_unix(first_ns // NS_PER_S)} to {format_unix(last_ns // NS_PER_S)}"
 
 
 def range_json(each: ChainRange) -> dict[str, Any]:
@@ -199,35 +206,33 @@ TimeBounds = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class ArchivedSpan:
-    """The archived part of a chain: sequences (None: nothing), and the times (ns, inclusive) of the first and the last
-    message (None: not known from its segments).
+    """The archived part of a chain: sequences, and the times (ns, inclusive) of the first and the last message (None:
+    not known from its segments).
     """
 
     chain: Chain
-    rows: SequenceRange | None
+    rows: SequenceRange
     first_ns: int | None = None
     last_ns: int | None = None
 
 
 def check_overlap(
-    request: ReplayRequest, moments: TimeBounds, archive: Sequence[ArchivedSpan], deleted_notes: Sequence[str] = ()
+    request: ReplayRequest, moments: TimeBounds, archive: Sequence[ArchivedSpan], deleted_notes: Sequence[str]
 ) -> None:
     """Raise UsageError if the bounds of `request` are before or after the whole archive. `deleted_notes`: lines about
     requested sequences that retention deleted.
 
     A range without messages inside the archive is permitted, and so is an archive that is still empty.
     """
-    held = [each for each in archive if each.rows is not None]
-    if held and not any(_overlaps(request, moments, each) for each in held):
+    if archive and not any(_overlaps(request, moments, each) for each in archive):
         bounds = request.bounds("from_sequence", "from_time", "since", "to_sequence", "to_time", "until")
         raise UsageError(
-            f"{bounds}: expected a range that meets the archive of {_archive_text(held)}",
+            f"{bounds}: expected a range that meets the archive of {_archive_text(archive)}",
             hint="; ".join([*deleted_notes, "check the dates and the zone; without bounds everything is replayed"]),
         )
 
 
 def _overlaps(request: ReplayRequest, moments: TimeBounds, held: ArchivedSpan) -> bool:
-    assert held.rows is not None, "only chains that hold rows are compared"
     begin, end = moments
     too_late = (request.from_sequence or 1) > held.rows.last
     too_early = request.to_sequence is not None and request.to_sequence < held.rows.first
@@ -237,18 +242,14 @@ def _overlaps(request: ReplayRequest, moments: TimeBounds, held: ArchivedSpan) -
 
 
 def _archive_text(held: Sequence[ArchivedSpan]) -> str:
-    chain, rows = held[0].chain, [each.rows for each in held if each.rows is not None]
+    chain, rows = held[0].chain, [each.rows for each in held]
     numbers = [each.chain.incarnation for each in held]
     incarnations = " to ".join(f"{number:04d}" for number in sorted({min(numbers), max(numbers)}))
     first = [each.first_ns for each in held if each.first_ns is not None]
     last = [each.last_ns for each in held if each.last_ns is not None]
-    times = f", from {time_text(min(first))} to {time_text(max(last))}" if first and last else ""
+    times = f", {period_text(min(first), max(last))}" if first and last else ""
     chain_text = f"{chain.site}/{chain.feed} (incarnation {incarnations})"
     return f"{chain_text}: sequences {min(r.first for r in rows)} to {max(r.last for r in rows)}{times}"
-
-
-def time_text(timestamp_ns: int) -> str:
-    return datetime.fromtimestamp(timestamp_ns // NS_PER_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class ReplayProgress:

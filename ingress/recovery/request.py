@@ -79,9 +79,6 @@ class ReplayRequest:
     def has_sequence_bounds(self) -> bool:
         return bool(self.from_sequence or self.to_sequence)
 
-    def begins_after(self, end: int) -> bool:
-        return self.incarnation is not None and (self.from_sequence or 0) > end
-
     def moments(self, now: float) -> tuple[int | None, int | None]:
         """Return the begin (inclusive) and the end (exclusive) in ns since 1970, at `now` (seconds); None: no bound.
 

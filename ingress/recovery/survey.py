@@ -7,7 +7,7 @@ sequences needs them. A listing is repeated if compaction has removed a segment 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from common.archive.documents import ChainStore, Floor, StreamDocument
@@ -35,8 +35,8 @@ from ingress.recovery.ranges import (
     TimeBounds,
     check_overlap,
     clip_range,
+    period_text,
     split_range,
-    time_text,
 )
 from ingress.recovery.receipt import StoredReplay, UnreadableReplay, other_replay_error, unreadable_replay_error
 from ingress.recovery.request import ReplayHints, ReplayRequest
@@ -44,19 +44,22 @@ from ingress.recovery.source import hole_error, retention_error
 
 
 class SegmentTimes:
-    """The times of the segments `refs` of a chain that begins at `begins`. Blocking; raises SegmentGone."""
+    """The times of the segments `refs` of a chain that begins at `begins`. Blocking; raises SegmentGone.
+
+    `covered`: the last sequence that a segment covers; 0 without segments.
+    """
 
     def __init__(self, store: SegmentStore, refs: Sequence[SegmentRef], begins: int) -> None:
         self._store, self._refs, self._begins = store, list(refs), begins
         self._timeline = Timeline(store, refs, begins)
-        self._covered = max((ref.coverage.last for ref in refs), default=0)
+        self.covered = max((ref.coverage.last for ref in refs), default=0)
 
     def between(self, moments: TimeBounds) -> tuple[int, int] | None:
         """Return the first and last sequence from the first moment (inclusive) to the second (exclusive); None if there
         is none.
         """
         begin_ns, end_ns = moments
-        first, last = self._begins, self._covered
+        first, last = self._begins, self.covered
         if begin_ns is not None:
             first = self._from(begin_ns)
         if end_ns is not None and (found := self._timeline.first_sequence_at(end_ns)) is not None:
@@ -66,9 +69,9 @@ class SegmentTimes:
     def extent(self) -> TimeBounds:
         """Return the least and the greatest time (ns) in the archive; None: not known."""
         begin = next((stretch.rows.first for stretch in cover(self._refs, self._begins)), 0)
-        first, last = self._timeline.last_timed_stretch(begin), self._timeline.last_timed_stretch(self._covered)
+        first, last = self._timeline.last_timed_stretch(begin), self._timeline.last_timed_stretch(self.covered)
         first_ns = first and first[1][0]
-        if last is None or last[0].rows.last < self._covered:
+        if last is None or last[0].rows.last < self.covered:
             return first_ns, None
         stretch, (_, newest) = last
         tip = None  # the last message that was examined; it need not have become a row
@@ -79,7 +82,7 @@ class SegmentTimes:
     def _from(self, moment_ns: int) -> int:
         """Return the first sequence that may be at or after the moment; one after the end if there is none."""
         found = self._timeline.start_sequence_at(moment_ns)
-        last = None if found else self._timeline.last_timed_stretch(self._covered)
+        last = None if found else self._timeline.last_timed_stretch(self.covered)
         return found or (last[0].rows.last + 1 if last else self._begins)
 
 
@@ -119,44 +122,42 @@ class ReplaySurvey:
             self.notes.append(f"sequences are those of incarnation {newest}, the newest")
         ranges = [await self._range(chain) for chain in chains]
         self.notes += self._deleted_notes
-        check_overlap(request, self._moments, [held for held, _ in ranges], self._deleted_notes)
+        archive = [held for held, _ in ranges if held is not None]
+        check_overlap(request, self._moments, archive, self._deleted_notes)
         plans = [await self._plan_chain(each) for _, each in ranges if each is not None]
         return ReplayPlan(tuple(plans), bool(request.subjects)), stream
 
     # Sequences
 
-    async def _range(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
-        """Return the archived part of the chain, and the requested range of it (None: nothing)."""
+    async def _range(self, chain: Chain) -> tuple[ArchivedSpan | None, ChainRange | None]:
+        """Return the archived part of the chain, and the requested range of it. None: nothing."""
         request, moments = self._request, self._moments
+        is_bounded = request.has_sequence_bounds or moments != (None, None)
         begins, ends, floor = await self._bounds(chain)
-        if ends is not None and request.begins_after(ends):
+        if ends is not None and request.incarnation is not None and (request.from_sequence or 0) > ends:
             self.notes.append(f"{chain} ended at {ends}: the requested range was put into it after that")
             ends = None
 
         def look_up(refs: list[SegmentRef]) -> tuple[int, TimeBounds, tuple[int, int] | None]:
-            covered = max((ref.coverage.last for ref in refs), default=0)
-            if not request.has_sequence_bounds and moments == (None, None):
-                return covered, moments, None
             timing = SegmentTimes(self._store, refs, begins)
-            return covered, timing.extent(), timing.between(moments)
+            if not is_bounded:
+                return timing.covered, (None, None), None
+            return timing.covered, timing.extent(), timing.between(moments)
 
         found = await self._threads.run(with_current_listing, self._store, chain, look_up)
-        covered, (first_ns, last_ns), timed = found
-        held = ArchivedSpan(chain, clip_range(begins, covered, ends, None, None))
-        first, last = request.from_sequence, request.to_sequence
-        if request.has_sequence_bounds or moments != (None, None):
-            held = replace(held, first_ns=first_ns, last_ns=last_ns)
-            begin_ns = moments[0]
-            if floor and begin_ns is not None and first_ns is not None and begin_ns >= first_ns:
-                floor = None  # no deleted sequence is requested
-            if floor and (request.from_sequence or 1) < floor.first:
-                self._deleted_notes.append(f"{chain}: {floor}")
-            if timed is None:
-                return held, None
-            first = max(first or 1, timed[0])
-            last = timed[1] if last is None else min(last, timed[1])
-        elif floor is not None:
+        covered, times, timed = found
+        rows = clip_range(begins, covered, ends, None, None)
+        held = None if rows is None else ArchivedSpan(chain, rows, *times)
+        begin_ns, first_ns = moments[0], times[0]
+        if floor and begin_ns is not None and first_ns is not None and begin_ns >= first_ns:
+            floor = None  # no deleted sequence is requested
+        if floor and (request.from_sequence or 1) < floor.first:
             self._deleted_notes.append(f"{chain}: {floor}")
+        first, last = request.from_sequence, request.to_sequence
+        if timed is not None:
+            first, last = max(first or 1, timed[0]), min(last or timed[1], timed[1])
+        elif is_bounded:
+            return held, None
         if request.from_sequence is not None and request.from_sequence < begins:
             self.notes.append(f"the archive of {chain} begins at {begins}")
         if request.to_sequence is not None and request.to_sequence > (archived := min(covered, ends or covered)):
@@ -289,7 +290,7 @@ class ReplayPreview:
         to_read = f"to read: {most}{size_words(plan.bytes_to_read)} of {format_count(len(plan.parts), 'segment')}"
         yield f"{most}{size_words(plan.raw_bytes)}; {to_read}"
         if plan.time_range_ns:
-            yield f"from {time_text(plan.time_range_ns[0])} to {time_text(plan.time_range_ns[1])} in these segments"
+            yield f"{period_text(*plan.time_range_ns)} in these segments"
         for chain in plan.chains[:MAX_SHOWN_LINES]:
             parts = format_count(len(chain.parts), "segment")
             yield f"  {chain.chain}  {chain.range.rows}  {format_count(chain.rows, 'message')} in {parts}"
