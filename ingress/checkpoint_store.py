@@ -16,7 +16,7 @@ from common.chain import Chain
 from common.errors import Stopped
 from common.exits import choices
 from common.hints import checkpoint_command
-from common.nats.kv import Bucket, KvDocument, state_key
+from common.nats.kv import Bucket, Codec, KvDocument, state_key
 from common.sequences import SequenceRange
 from ingress.checkpoint import (
     ChainPositions,
@@ -182,7 +182,7 @@ class StateChanged(Exception):
         self.stored = stored
 
 
-class _StateCodec:
+class StateCodec:
     """The stored form of the state of one target, with a bound on its size. The last state is kept: most reads find it
     unchanged.
     """
@@ -211,13 +211,19 @@ class _StateCodec:
 class StateStore:
     """The stored state of one target, under one key.
 
-    `on_state`: called with each state that is loaded, and with each one before it is saved.
+    `on_state`: called with each state that is loaded, and with each one before it is saved. `codec`: None for that of
+    the target.
     """
 
     def __init__(
-        self, bucket: Bucket, key: str, target: str, on_state: Callable[[TargetState], None] = lambda _: None
+        self,
+        bucket: Bucket,
+        key: str,
+        target: str,
+        on_state: Callable[[TargetState], None] = lambda _: None,
+        codec: Codec[TargetState] | None = None,
     ) -> None:
-        self._document, self._on_state = KvDocument(bucket, key, _StateCodec(target), Stopped), on_state
+        self._document, self._on_state = KvDocument(bucket, key, codec or StateCodec(target), Stopped), on_state
 
     async def load(self) -> StoredState:
         """Load the state. Raises Stopped if it cannot be parsed, Unavailable, OutcomeUnknown."""

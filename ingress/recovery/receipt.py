@@ -13,10 +13,10 @@ from typing import Any
 from common.chain import Chain
 from common.errors import FloeError, Stopped
 from common.exits import choices
-from common.nats.kv import KeyValue, KvEntry, state_key
+from common.nats.kv import KeyValue, state_key
 from common.sequences import SequenceRange
 from ingress.checkpoint import TargetState
-from ingress.checkpoint_store import from_json
+from ingress.checkpoint_store import StateCodec, from_json
 from ingress.recovery.ranges import ChainRange
 from ingress.recovery.request import ReplayHints, ReplayRequest
 
@@ -116,37 +116,26 @@ def other_replay_error(hints: ReplayHints, receipt: Receipt) -> Stopped:
     )
 
 
-class ReceiptBucket:
-    """A bucket for `ingress.checkpoint_store.StateStore`, with `receipt` around each state."""
+class ReceiptCodec:
+    """The stored form of the state of a target with `receipt` around it, for `ingress.checkpoint_store.StateStore`."""
 
-    def __init__(self, bucket: KeyValue, receipt: Receipt) -> None:
-        self._bucket, self.receipt = bucket, receipt
+    def __init__(self, receipt: Receipt) -> None:
+        self.receipt, self._states = receipt, StateCodec(receipt.request.target)
 
-    async def get(self, key: str) -> KvEntry | None:
+    def encode(self, state: TargetState) -> bytes:
+        head = json.dumps(self.receipt.to_json(), separators=(",", ":")).encode()
+        return b'{"version":%d,"replay":%b,"state":%b}' % (RECEIPT_VERSION, head, self._states.encode(state))
+
+    def decode(self, raw: bytes) -> TargetState:
         """Return the state alone. Raises Stopped if the receipt around it is unreadable, or of another replay."""
-        if (entry := await self._bucket.get(key)) is None:
-            return None
         hints = ReplayHints(self.receipt.request)
         try:
-            receipt, inner = _parse(entry.value)
+            receipt, inner = _parse(raw)
         except ValueError as error:
             raise unreadable_replay_error(hints, str(error)) from error
         if receipt.request.digest != hints.request.digest:
             raise other_replay_error(hints, receipt)
-        return KvEntry(inner, entry.revision)
-
-    async def create(self, key: str, value: bytes) -> int | None:
-        return await self._bucket.create(key, self._wrap(value))
-
-    async def update(self, key: str, value: bytes, revision: int) -> int | None:
-        return await self._bucket.update(key, self._wrap(value), revision)
-
-    async def put(self, key: str, value: bytes) -> int:
-        return await self._bucket.put(key, self._wrap(value))
-
-    def _wrap(self, state: bytes) -> bytes:
-        head = json.dumps(self.receipt.to_json(), separators=(",", ":")).encode()
-        return b'{"version":%d,"replay":%b,"state":%b}' % (RECEIPT_VERSION, head, state)
+        return self._states.decode(inner)
 
 
 def _parse(raw: bytes) -> tuple[Receipt, bytes]:

@@ -37,7 +37,7 @@ from ingress.publishers.publisher import Publisher, Replies
 from ingress.recovery import target
 from ingress.recovery.pace import Interrupted, PacedPublisher
 from ingress.recovery.ranges import ReplayProgress
-from ingress.recovery.receipt import Receipt, ReceiptBucket, StoredReplay, UnreadableReplay, load_replay, receipt_key
+from ingress.recovery.receipt import Receipt, ReceiptCodec, StoredReplay, UnreadableReplay, load_replay, receipt_key
 from ingress.recovery.request import RecoveryParts, ReplayHints, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.source import ReplayRegistry, ReplaySource, target_settings
 from ingress.recovery.survey import ReplayPreview, ReplaySurvey, check_plan, resumable_replay
@@ -256,7 +256,7 @@ class Replay:
         if preview.former is not None:
             bucket = KeyValue(client, self.service.state_bucket)
             await bucket.delete(receipt_key(self.request.target), preview.former.revision)
-        states, _ = await self.open_states(client, receipt)
+        states = await self.open_states(client, ReceiptCodec(receipt))
         if await states.save(state, 0) is None:
             raise Unavailable(f"target {self.request.target}: another replay began at the same moment")
         # From now on any attempt, also one of this run, continues this replay.
@@ -270,11 +270,9 @@ class Replay:
             self.progress.print(f"note: created without {', '.join(template.left_out)} of the source")
         return await target.create_target(client, template, self._hints)
 
-    async def open_states(self, client: FloeClient, receipt: Receipt) -> tuple[StateStore, ReceiptBucket]:
-        name = receipt.request.target
-        bucket = await open_state(client, self.service, target=name)
-        envelope = ReceiptBucket(bucket, receipt)
-        return StateStore(envelope, receipt_key(name), name), envelope
+    async def open_states(self, client: FloeClient, codec: ReceiptCodec) -> StateStore:
+        name = self.request.target
+        return StateStore(await open_state(client, self.service, target=name), receipt_key(name), name, codec=codec)
 
     def _result(self, receipt: Receipt, state: TargetState, started: float, *, finished: bool) -> ReplayResult:
         rows, seconds, was_done = _rows(receipt, state), self.clock.monotonic() - started, bool(receipt.finished)
@@ -304,7 +302,8 @@ class ReplayRun:
         Raises Stopped with a hint, LeaseLost, and temporary errors.
         """
         info = await self._target_info()
-        states, envelope = await self._work.open_states(self._client, self._receipt)
+        envelope = ReceiptCodec(self._receipt)
+        states = await self._work.open_states(self._client, envelope)
         delivery, source, publisher = await self._build_delivery(info, states, stop)
         try:
             async with any_set(stop, source.finished) as ended:
