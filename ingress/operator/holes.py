@@ -13,7 +13,7 @@ from common.archive.segment import Reason, SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.unread import open_stretch
 from common.chain import Chain
-from common.clock import NS_PER_S, format_time
+from common.clock import format_unix
 from common.errors import DataError, UsageError
 from common.sequences import SequenceRange, Stretch, cover, holes
 from ingress.chains.plan import Phase, first_position
@@ -75,7 +75,7 @@ class ChainHole:
             "first": self.rows.first,
             "last": self.rows.last,
             "kind": self.kind,
-            "since": None if self.waiting_since is None else format_time(int(self.waiting_since) * NS_PER_S),
+            "since": format_unix(self.waiting_since),
             "behind": None if self.next_segment is None else str(self.next_segment.coverage),
             "accepted": is_open if self.unaccepted else "yes",
         }

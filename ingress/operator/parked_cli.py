@@ -10,7 +10,7 @@ import click
 
 from common import cli
 from common.audit import decide, decision_command
-from common.clock import NS_PER_S
+from common.clock import format_unix
 from common.errors import DataError, UsageError
 from common.exits import choices, floe_command
 from common.hints import parked_command
@@ -19,6 +19,7 @@ from common.settings.types import format_count
 
 if TYPE_CHECKING:
     from common.chain import Chain
+    from common.settings.root import Settings
     from ingress.parked import ParkedEntry, ParkedStore
 
 PARKED_COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
@@ -38,11 +39,11 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
     \b
     Example: floe parked ls -c central.yaml --target FLEET
     """
-    from ingress.operator.correct import find_target
+    from ingress.operator.correct import find_target, open_parked
 
     settings = load_settings(config, quiet=True)
     targets = [find_target(settings, target)] if target else settings.ingress.targets
-    stores = [_store(config, each.stream) for each in targets]
+    stores = [open_parked(settings, each.stream, "") for each in targets]
     rows = [_row(store, entry) for store in stores for entry in store.list_entries(all_targets=True).values()]
     cli.print_json(rows) if as_json else cli.print_table(rows, PARKED_COLUMNS)
 
@@ -61,8 +62,9 @@ async def parked_cat(
     \b
     Example: floe parked cat -c central.yaml --target FLEET us-east/NODES --sequence 4711
     """
-    store = await _open_current_store(config, target)
-    entry = _entry(store, _find_chain(config, store, selector, sequence), sequence)
+    settings = load_settings(config, quiet=True)
+    store = await _open_current_store(settings, target)
+    entry = _entry(store, _find_chain(settings, store, selector, sequence), sequence)
     if (message := store.read(entry.name)) is None:
         raise _parked_error(
             f"message {sequence} of {entry.name.chain} is no longer in the store",
@@ -103,8 +105,9 @@ async def parked_retry(
         raise UsageError("expected one of --sequence and --all")
     from ingress.parked import ParkedState
 
-    store = await _open_current_store(config, target)
-    chain = _find_chain(config, store, selector, sequence)
+    settings = load_settings(config, quiet=True)
+    store = await _open_current_store(settings, target)
+    chain = _find_chain(settings, store, selector, sequence)
     if sequence is None:
         entries = store.list_entries().values()
         wanted = [each for each in entries if each.name.chain == chain and each.state is ParkedState.PARKED]
@@ -114,7 +117,7 @@ async def parked_retry(
         cli.print_table([_row(store, entry) for entry in wanted], PARKED_COLUMNS)
     if wanted:
         question = f"retry {format_count(len(wanted), 'parked message')} of {chain} for {target}?"
-        await decide(load_settings(config, quiet=True), question, yes)
+        await decide(settings, question, yes)
         store.request_retry(*wanted)
     if as_json:
         cli.print_json([_row(store, entry) for entry in wanted])
@@ -143,18 +146,11 @@ def _parked_error(reason: str, remedy: str, command: str) -> DataError:
     return DataError(reason, hint=choices((remedy, command)), code="E-PARKED")
 
 
-def _store(config: str, target: str) -> ParkedStore:
-    from ingress.operator.correct import open_parked
-
-    return open_parked(load_settings(config, quiet=True), target, "")
-
-
-async def _open_current_store(config: str, target: str) -> ParkedStore:
+async def _open_current_store(settings: Settings, target: str) -> ParkedStore:
     """Open the parked messages of the present state. Raises DataError if there is no state."""
-    from ingress.operator.correct import open_editor
+    from ingress.operator.correct import open_editor, open_parked
 
-    store = _store(config, target)
-    async with open_editor(load_settings(config, quiet=True), target) as editor:
+    async with open_editor(settings, target) as editor:
         known = await editor.known()
     if known.state is None:
         raise _parked_error(
@@ -162,11 +158,10 @@ async def _open_current_store(config: str, target: str) -> ParkedStore:
             "to show the state of the target",
             floe_command("status"),
         )
-    store.names = known.state.checkpoint.parked_names
-    return store
+    return open_parked(settings, target, known.state.checkpoint.parked_names)
 
 
-def _find_chain(config: str, store: ParkedStore, selector: cli.ChainSelector, sequence: int | None) -> Chain:
+def _find_chain(settings: Settings, store: ParkedStore, selector: cli.ChainSelector, sequence: int | None) -> Chain:
     """Return the chain of the message. Raises UsageError if there are several."""
     found = {
         name.chain
@@ -181,7 +176,7 @@ def _find_chain(config: str, store: ParkedStore, selector: cli.ChainSelector, se
             f"{selector.site}/{selector.feed}: expected one chain, found {', '.join(map(str, sorted(found)))}",
             hint="name the incarnation and the partition",
         )
-    return found.pop() if found else selector.resolve(load_settings(config, quiet=True))
+    return found.pop() if found else selector.resolve(settings)
 
 
 def _entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
@@ -196,15 +191,13 @@ def _entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
 
 
 def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
-    from common.clock import format_time
-
     return {
         "target": store.target,
         "chain": str(entry.name.chain),
         "sequence": entry.name.sequence,
         "state": str(entry.state),
         "bytes": entry.size,
-        "since": format_time(int(entry.since) * NS_PER_S),
+        "since": format_unix(entry.since),
         "why": store.read_reason(entry),
         "created": entry.name.created,
     }
