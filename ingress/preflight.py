@@ -31,11 +31,12 @@ async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamI
     """
     if (info := await ready_stream_info(client, settings.stream)) is None:
         info = await _create(client, settings)
-    _refuse_problems(info.config, settings)
+    refuse_problems(info.config, settings)
     return info
 
 
-def _refuse_problems(config: Mapping[str, Any], settings: TargetSettings) -> None:
+def refuse_problems(config: Mapping[str, Any], settings: TargetSettings) -> None:
+    """Raise ConfigError with every problem of the configuration of a target."""
     if found := list(config_problems(config, settings)):
         raise ConfigError(*(f"target {settings.stream}: {problem}" for problem in found), code="E-TARGET")
 
@@ -49,7 +50,7 @@ async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
         message = f"{target}: create.subjects: expected subjects, found none and no subject_prefix"
         raise ConfigError(message, code="E-TARGET")
     config = stream_config(settings, settings.create)
-    _refuse_problems(config, settings)  # first: a stream that does not fit the sources would only be in the way
+    refuse_problems(config, settings)  # first: a stream that does not fit the sources would only be in the way
     try:
         info = await create_stream(client, config)
     except ApiError as error:

@@ -15,7 +15,7 @@ from common.nats.kv import KeyValue, state_key
 from common.nats.requests import ApiError
 from common.settings.types import format_size
 from ingress.checkpoint_store import STATE_ROLE as INGRESS
-from ingress.preflight import add_command, config_problems
+from ingress.preflight import add_command, refuse_problems
 from ingress.recovery.ranges import ReplayPlan
 from ingress.recovery.request import ReplayHints, ReplayRequest
 from ingress.recovery.source import target_settings
@@ -80,8 +80,8 @@ async def create_target(client: FloeClient, template: StreamTemplate, hints: Rep
 async def read_target(client: FloeClient, request: ReplayRequest) -> StreamInfo | None:
     """Return the target, None if it is missing. Raises ConfigError if its configuration is unsuitable."""
     info = await stream_info(client, request.target)
-    if info is not None and (found := list(config_problems(info.config, target_settings(request)))):
-        raise ConfigError(*(f"target {request.target}: {problem}" for problem in found), code="E-TARGET")
+    if info is not None:
+        refuse_problems(info.config, target_settings(request))
     return info
 
 
