@@ -93,7 +93,6 @@ class _ChainCursor:
     archive: ChainArchive
     position: int
     last: int
-    generation: int
 
 
 class ReplaySource:
@@ -120,7 +119,7 @@ class ReplaySource:
         self._decoder = Decoder(self._store, threads, self._ahead.budget)
         self.recall = ReplayRecall(self._store, threads, self._ahead.budget, chains, self._relays)
         self._positions: Mapping[Chain, int] = {}
-        self._generation, self._is_decoded = 0, False
+        self._is_decoded = False
         self._reset_event, self.finished = asyncio.Event(), asyncio.Event()
         self._stored: Mapping[Chain, int] = {}
         # Bytes of the last rows, unless their intent is closed.
@@ -155,8 +154,7 @@ class ReplaySource:
     def reset(self, positions: Mapping[Chain, int]) -> None:
         self._ahead.drop()
         self._positions, self._is_decoded = dict(positions), False
-        self._generation += 1
-        self._reset_event.set()
+        self._reset_event.set()  # it stays set until the present decoding has ended
 
     # Decoding
 
@@ -167,24 +165,19 @@ class ReplaySource:
             await run_until_stopped(self._reset_event, self._decode_all())
 
     async def _decode_all(self) -> None:
-        generation, positions = self._generation, self._positions
+        positions = self._positions
         with suppress(_ResetError):
             for _, group in groupby(self._ranges, key=lambda each: each.chain.incarnation):
                 cursors = deque(
-                    _ChainCursor(
-                        ChainArchive(self._store, each.chain),
-                        positions.get(each.chain, each.rows.first),
-                        each.rows.last,
-                        generation,
-                    )
-                    for each in group
+                    _ChainCursor(ChainArchive(self._store, c.chain), positions.get(c.chain, c.rows.first), c.rows.last)
+                    for c in group
                 )
                 while cursors:
                     cursor = cursors.popleft()
                     if cursor.position <= cursor.last:
                         await self._advance(cursor)
                         cursors.append(cursor)
-            self._is_decoded = generation == self._generation
+            self._is_decoded = not self._reset_event.is_set()
             self._ahead.wake()
 
     async def _advance(self, cursor: _ChainCursor) -> None:
@@ -221,7 +214,7 @@ class ReplaySource:
 
     def _append(self, cursor: _ChainCursor, block: Block) -> None:
         """Append a decoded block. Raises _ResetError if the replay has meanwhile begun again at other positions."""
-        if cursor.generation != self._generation:
+        if self._reset_event.is_set():
             raise _ResetError
         cursor.position = block.piece.rows.last + 1
         self._ahead.append(block)
