@@ -20,7 +20,7 @@ from common.clock import NS_PER_S, parse_time
 from common.errors import Stopped
 from common.nats.api import StreamInfo, next_message
 from common.nats.client import FloeClient
-from common.nats.headers import Provenance, split_provenance
+from common.nats.headers import split_provenance
 from common.nats.kv import Bucket, state_key
 from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
@@ -30,7 +30,7 @@ from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import STATE_ROLE, StateStore
 from ingress.parked import ParkedStore
 from ingress.recovery.living import Batches, CompareRequest, LivingComparison, Missing, Pieces, inside
-from ingress.rows.prepare import SubjectRule, rule_of
+from ingress.rows.prepare import SubjectRule, origin_prefix, rule_of
 from ingress.verdict.verdict import Finding, TargetErrors, judge, read_target
 
 MAX_CACHED_SUBJECTS = 100_000
@@ -60,8 +60,7 @@ class DeliveredRows:
 
     def __init__(self, chain: Chain, rows: SequenceRange, filled: int, parked: Collection[int] = ()) -> None:
         self._rows, self._filled, self._parked, self.late = rows, filled, parked, array("q")
-        line = Provenance(chain.site, chain.feed, chain.incarnation, chain.partition, 1, 1).line()
-        self._origin = line.removesuffix(b"1 1")
+        self._origin = origin_prefix(chain)
         self.newest, self.after, self.behind = rows.first - 1, 0, filled + 1
 
     async def read(self, client: FloeClient, stream: str, start: StartAt, subject: str = "") -> Pieces:

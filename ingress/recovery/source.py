@@ -7,12 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from common.archive.documents import ChainStore, Floor
+from common.archive.reader import RowFilter
 from common.archive.scan import ChainArchive, Hole
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
@@ -25,7 +24,6 @@ from common.nats.headers import REPLAY_HEADER
 from common.sequences import SequenceRange, Stretch
 from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings, TargetSettings
-from common.subjects import matches
 from common.tasks import Stop, run_until_stopped
 from ingress.chains.chain_state import ChainRegistry, ReadLimits
 from ingress.chains.recall import Recall
@@ -45,10 +43,10 @@ class ReplayPreparer(Preparer):
     def __init__(self, chain: Chain, request: ReplayRequest, limits: TargetLimits) -> None:
         mark = b"%b: %b" % (REPLAY_HEADER, request.digest.encode()) if request.into_source else b""
         super().__init__(chain, SubjectRule(request.prefix.encode()), limits, mark)
-        self._subjects_wanted = request.subjects
+        self._filter = RowFilter(subjects=request.subjects)
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        wanted = filter_subjects(batch, self._subjects_wanted)
+        wanted = self._filter.select(batch)
         return super().prepare(wanted) if wanted.num_rows else Prepared(None)
 
 
@@ -67,16 +65,6 @@ class ReplayRegistry(ChainRegistry):
 def target_settings(request: ReplayRequest) -> TargetSettings:
     source = SourceSettings(site=(request.site,), feed=(request.feed,), subject_prefix=request.prefix)
     return TargetSettings(stream=request.target, sources=(source,))
-
-
-def filter_subjects(batch: pa.RecordBatch, subjects: tuple[str, ...]) -> pa.RecordBatch:
-    if not subjects:
-        return batch
-    text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
-    found: Any = text if raw.null_count == len(raw) else pc.coalesce(raw, text)
-    held = [s for s in set(found.to_pylist()) if any(matches(each, s) for each in subjects)]
-    mask: Any = pc.is_in(found, value_set=pa.array(held, pa.binary()))
-    return batch.filter(mask)
 
 
 MAX_REPLAY_ROWS = 50_000  # rows of one intent; progress is reported after each intent

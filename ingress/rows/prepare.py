@@ -272,7 +272,7 @@ class Preparer:
         self, chain: Chain, rule: Rule, limits: TargetLimits, extra: bytes = b"", active: frozenset[bytes] = frozenset()
     ) -> None:
         self._active_headers, self._values = active, _SHARED_VALUES if limits.is_shared else _ACTING_VALUES
-        self._chain, self._rule, self._target, self._origin = chain, rule, limits, _origin(chain)
+        self._chain, self._rule, self._target, self._origin = chain, rule, limits, origin_prefix(chain)
         self._extra = extra + b"\r\n" if extra else b""
         self.is_relay = False
         self.excluded: frozenset[int] | None = None
@@ -406,7 +406,7 @@ def _columns(batch: pa.RecordBatch) -> _Columns:
     return _Columns(lists[0], lists[1], subjects.to_pylist(), lists[2], lengths.to_pylist(), payloads)
 
 
-def _origin(chain: Chain) -> bytes:
+def origin_prefix(chain: Chain) -> bytes:
     """Return the `Floe-Source` line of `chain` up to the sequence: `{sequence} {timestamp_ns}` follow."""
     line = Provenance(chain.site, chain.feed, chain.incarnation, chain.partition, 1, 1).line()
     if not line.endswith(b" 1 1"):
