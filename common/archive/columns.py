@@ -232,18 +232,16 @@ class Columns:
 
 
 def columns_of(batch: pa.RecordBatch) -> Columns:
-    text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
-    return Columns(
-        _list(batch.column("sequence")),
-        _list(batch.column("timestamp_ns")),
-        _list(text if raw.null_count == len(raw) else pc.coalesce(raw, text)),
-        _list(batch.column("headers")),
-        _list(batch.column("payload")),
-    )
+    columns: list[Any] = [batch.column(name) for name in ("sequence", "timestamp_ns", "headers", "payload")]
+    sequences, times, headers, payloads = (column.to_pylist() for column in columns)
+    return Columns(sequences, times, subject_bytes(batch).to_pylist(), headers, payloads)
 
 
-def _list(values: pa.Array[Any]) -> list[Any]:
-    return values.to_pylist()
+def subject_bytes(batch: pa.RecordBatch) -> Any:
+    """Return the subjects, byte for byte as in the stream."""
+    text: Any = batch.column("subject").cast(pa.binary())
+    raw = batch.column("subject_raw") if "subject_raw" in batch.schema.names else None
+    return text if raw is None or raw.null_count == len(raw) else pc.coalesce(raw, text)
 
 
 def messages(batch: pa.RecordBatch) -> Iterator[Message]:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from common.archive import checks, guard
 from common.archive.checks import TRAILER_BYTES, RowGroup, check_schema, check_trailer
-from common.archive.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, raw_size, text_size
+from common.archive.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, raw_size, subject_bytes, text_size
 from common.archive.guard import DEFAULT_LIMITS, Metadata, ParquetLimits, bomb_error, segment_errors
 from common.archive.keys import Layout, SegmentName
 from common.archive.segment import Footer
@@ -133,8 +133,7 @@ class RowFilter:
         if self.end is not None:
             batch = batch.filter(pc.less(batch.column("timestamp_ns"), pa.scalar(self.end, pa.int64())))
         if self.subjects and batch.num_rows:
-            raw, text = batch.column("subject_raw"), batch.column("subject").cast(pa.binary())
-            coded: Any = pc.coalesce(raw, text).dictionary_encode()
+            coded: Any = subject_bytes(batch).dictionary_encode()
             taken = [any(matches(f, subject) for f in self.subjects) for subject in coded.dictionary.to_pylist()]
             batch = batch.filter(pa.array(taken, pa.bool_()).take(coded.indices))
         return batch

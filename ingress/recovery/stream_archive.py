@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from msgspec.structs import replace
 
 from common.archive.captures import CapturedConsumer, CapturedConsumers
-from common.archive.columns import row_sizes
+from common.archive.columns import row_sizes, subject_bytes
 from common.clock import format_time
 from common.nats.api import RESTORE_PREFIX
 from common.nats.durables import INTEREST
@@ -194,16 +194,10 @@ class RawColumns(NamedTuple):
 
 def raw_columns(batch: pa.RecordBatch) -> RawColumns:
     """Return the columns of a batch, its subjects byte for byte as in the stream."""
-    subject = batch.column("subject")
-    if isinstance(subject, pa.DictionaryArray):
-        subject = subject.dictionary_decode()
-    subject = subject.cast(pa.binary())
-    if "subject_raw" in batch.schema.names and (raw := batch.column("subject_raw")).null_count < len(raw):
-        subject = pc.coalesce(raw, subject)
     return RawColumns(
         batch.column("sequence").to_numpy().astype(np.uint64),
         batch.column("timestamp_ns").to_numpy().astype(np.int64),
-        subject,
+        subject_bytes(batch),
         batch.column("headers").fill_null(b""),
         batch.column("payload"),
     )

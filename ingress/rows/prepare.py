@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.archive.columns import messages
+from common.archive.columns import messages, subject_bytes
 from common.archive.guard import MAX_MESSAGE_BYTES, MIB
 from common.archive.segment import Message, decode_subject
 from common.chain import Chain
@@ -398,12 +398,10 @@ class Preparer:
 
 
 def _columns(batch: pa.RecordBatch) -> _Columns:
-    text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
-    subjects: Any = text if raw.null_count == len(raw) else pc.coalesce(raw, text)
     payloads: Any = batch.column("payload")
     lists: list[Any] = [batch.column(name).to_pylist() for name in ("sequence", "timestamp_ns", "headers")]
     lengths: Any = pc.binary_length(payloads)
-    return _Columns(lists[0], lists[1], subjects.to_pylist(), lists[2], lengths.to_pylist(), payloads)
+    return _Columns(lists[0], lists[1], subject_bytes(batch).to_pylist(), lists[2], lengths.to_pylist(), payloads)
 
 
 def origin_prefix(chain: Chain) -> bytes:
