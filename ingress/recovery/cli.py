@@ -171,7 +171,7 @@ def resolve_times(args: dict[str, Any]) -> dict[str, Any]:
 
 def _refusal_json(refused: FloeError | None) -> dict[str, Any] | None:
     """Return the error with which a command of a dry run would end, None if it would begin."""
-    return refused and {"code": refused.code, "message": refused.message, "hint": refused.hint}
+    return None if refused is None else {"code": refused.code, "message": refused.message, "hint": refused.hint}
 
 
 def _check_whole_feed(selector: ChainSelector, done: str) -> None:

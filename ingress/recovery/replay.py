@@ -83,7 +83,7 @@ class Replay:
         self._settings, self.request, self.options = settings, request, options
         self.store, self.documents, self.clock, self.progress = parts
         self.threads, self._owner = ThreadPool("replay", REPLAY_THREADS), new_owner(settings.instance)
-        self._is_restart, self._former_rows, self._has_begun, self._bytes = options.again, 0, False, 0
+        self._former_rows, self._has_begun, self._bytes = 0, False, 0
 
     @property
     def service(self) -> ServiceSettings:
@@ -92,7 +92,7 @@ class Replay:
 
     @property
     def _hints(self) -> ReplayHints:
-        return ReplayHints(self.request, replace(self.options, again=self._is_restart))
+        return ReplayHints(self.request, self.options)
 
     @property
     def _keys(self) -> tuple[str, str]:
@@ -260,7 +260,7 @@ class Replay:
         if await states.save(state, 0) is None:
             raise Unavailable(f"target {self.request.target}: another replay began at the same moment")
         # From now on any attempt, also one of this run, continues this replay.
-        self._is_restart, self._has_begun = False, True
+        self.options, self._has_begun = replace(self.options, again=False), True
         failpoint("replay.begun")
         return receipt, state
 
@@ -292,8 +292,7 @@ class ReplayRun:
     ) -> None:
         self._work, self._client, self._receipt, self._leaseholders = work, client, receipt, leaseholders
         self._first_state, self._target = state, receipt.request.target
-        # A replay that has begun continues without `--again`.
-        self._hints = ReplayHints(receipt.request, replace(work.options, again=False))
+        self._hints = ReplayHints(receipt.request, work.options)
         self.state, self.bytes_done = state, 0
 
     async def run(self, stop: Stop) -> bool:
