@@ -11,7 +11,6 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,15 +20,14 @@ from common.errors import Unavailable, UsageError
 from common.service.process import ThreadPool
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, wait_done
-from ingress.recovery.fill import ArchiveFiller, WatchedWork
-from ingress.recovery.history import ArchivedHistory, repeat_command
+from ingress.recovery.fill import ArchiveFiller, ArchiveWork
+from ingress.recovery.history import repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest, with_source_starts
 from ingress.recovery.preflight import check_lossless
 from ingress.recovery.request import RecoveryParts
 from ingress.recovery.stream_archive import LogicalWriter
 
 DATA_FILE, META_FILE = "stream.arc.s2", "backup.json"
-EXPORT_THREADS = 4
 REPORT_INTERVAL_S = 1.0  # seconds between two checks for a stop
 
 
@@ -136,9 +134,7 @@ class Export:
 
     def __init__(self, request: RestoreRequest, parts: RecoveryParts, stop: Stop) -> None:
         self._request, self._clock, self._stop = request, parts.clock, stop
-        self._folder, self._threads = Path(request.directory), ThreadPool("export", EXPORT_THREADS)
-        self._history = ArchivedHistory(request, parts, self._threads)
-        self._work = WatchedWork(self._threads, parts.clock, parts.progress, self._check_stop)
+        self._folder, self._work = Path(request.directory), ArchiveWork(request, parts, self._check_stop)
 
     def _check_stop(self) -> None:
         if self._stop.is_set:
@@ -150,8 +146,7 @@ class Export:
         UsageError for a folder in use.
         """
         check_folder(self._folder)
-        begun = f"planning: reading the archive of {self._request.site}/{self._request.feed}"
-        plan = await self._work.wait(self._history.plan(), lambda: self._history.progress_text, begun)
+        plan = await self._work.plan()
         return replace(plan, notes=(*plan.notes, *export_notes(plan)))
 
     async def run(self, plan: RestorePlan) -> ExportReport:
@@ -159,15 +154,14 @@ class Export:
         written, or after a stop; the folder then has no `backup.json`.
         """
         check_lossless(plan)
-        filler, started = ArchiveFiller(plan, self._history, self._work, self._stop), self._clock.monotonic()
+        filler, started = ArchiveFiller(plan, self._work, self._stop), self._clock.monotonic()
         config = with_source_starts(plan.config, plan.sourced, lambda _: False)
 
         async def begin(request: Mapping[str, Any]) -> BackupFolder:
-            return BackupFolder(self._folder, request, self._threads, self._clock)
+            return BackupFolder(self._folder, request, self._work.threads, self._clock)
 
         size = await filler.run(begin, LogicalWriter(), lambda _: config, plan.consumers)
         return ExportReport(plan, filler.digests.rows, size, self._clock.monotonic() - started)
 
     def close(self) -> None:
-        with closing(self._threads):
-            self._history.close()
+        self._work.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -12,18 +12,19 @@ import numpy as np
 import pyarrow as pa
 
 from common.archive.captures import CapturedConsumer
-from common.clock import Clock
 from common.failpoints import failpoint
 from common.service.process import ThreadPool
-from common.service.progress import Progress, format_share
+from common.service.progress import format_share
 from common.settings.types import format_count, size_words
 from common.tasks import Stop, wait_done
 from ingress.recovery.history import ArchivedHistory
-from ingress.recovery.plan import RestorePlan
+from ingress.recovery.plan import RestorePlan, RestoreRequest
 from ingress.recovery.preflight import check_sizes
 from ingress.recovery.read_back import Digests
+from ingress.recovery.request import RecoveryParts
 from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter, split_batch
 
+ARCHIVE_THREADS = 4
 ENCODE_AHEAD_BYTES = 2 * 1024 * 1024  # bytes that are encoded while others are sent
 RELEASE_INTERVAL_BYTES = (
     64 * 1024 * 1024
@@ -34,16 +35,27 @@ FILTER_COLUMNS = ("sequence", "timestamp_ns", "subject", "headers")  # columns t
 T = TypeVar("T")
 
 
-class WatchedWork:
-    """The long work of a command: it shows its progress, and ends if `check_stop` raises."""
+class ArchiveWork:
+    """The long work of a command on the archive of one stream: it shows its progress, and ends if `check_stop` raises.
+    Close it.
+    """
 
-    def __init__(
-        self, threads: ThreadPool, clock: Clock, progress: Progress, check_stop: Callable[[], None] = lambda: None
-    ) -> None:
-        self._threads, self._clock, self._progress, self.check_stop = threads, clock, progress, check_stop
-        self._started = clock.monotonic()
+    def __init__(self, request: RestoreRequest, parts: RecoveryParts, check_stop: Callable[[], None]) -> None:
+        self._request, self._clock, self._progress, self.check_stop = request, parts.clock, parts.progress, check_stop
+        self.threads = ThreadPool("restore", ARCHIVE_THREADS)
+        self.history = ArchivedHistory(request, parts, self.threads)
+        self._started = self._clock.monotonic()
 
-    async def wait(self, call: Awaitable[T], text: Callable[[], str], begun: str = "") -> T:
+    def close(self) -> None:
+        with closing(self.threads):
+            self.history.close()
+
+    async def plan(self) -> RestorePlan:
+        """Return `ArchivedHistory.plan`; print the progress if it takes long."""
+        begun = f"planning: reading the archive of {self._request.site}/{self._request.feed}"
+        return await self._wait(self.history.plan(), lambda: self.history.progress_text, begun)
+
+    async def _wait(self, call: Awaitable[T], text: Callable[[], str], begun: str = "") -> T:
         """Return the result of `call`. `text`: its progress; `begun`: a line that stays, printed if it takes long."""
         work = asyncio.ensure_future(call)
         try:
@@ -58,10 +70,10 @@ class WatchedWork:
             work.cancel()
 
     async def read(self, call: Callable[[], T]) -> T:
-        return await self.wait(self._threads.run(call), lambda: "reading of the archive")
+        return await self._wait(self.threads.run(call), lambda: "reading of the archive")
 
     def start(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.ensure_future(self._threads.run(call))
+        return asyncio.ensure_future(self.threads.run(call))
 
     def update(self, done: int, total: int, text: str) -> None:
         at = self._clock.monotonic()
@@ -95,8 +107,8 @@ class ArchiveFiller:
     `digests`: of the rows that were handed over; `sourced`: the sequences of the newest messages of sources among them.
     """
 
-    def __init__(self, plan: RestorePlan, history: ArchivedHistory, work: WatchedWork, stop: Stop) -> None:
-        self._plan, self._history, self._work, self._stop = plan, history, work, stop
+    def __init__(self, plan: RestorePlan, work: ArchiveWork, stop: Stop) -> None:
+        self._plan, self._work, self._stop = plan, work, stop
         self._row_filter = plan.retention_filter()
         self.digests, self.sourced = Digests(is_compared=plan.request.verify != "state"), set[int]()
 
@@ -156,7 +168,7 @@ class ArchiveFiller:
 
     async def _run_filter_pass(self) -> None:
         """Make one pass of the retention filter over all rows: collect the effects of later rows on earlier ones."""
-        rows, seen = self._history.rows(self._plan, self._plan.begin, FILTER_COLUMNS, self._stop), 0
+        rows, seen = self._work.history.rows(self._plan, self._plan.begin, FILTER_COLUMNS, self._stop), 0
 
         def observe() -> int | None:
             for batch in rows:
@@ -173,7 +185,7 @@ class ArchiveFiller:
     def _rows_to_send(self, max_row_bytes: int | None) -> Iterator[pa.RecordBatch]:
         """Yield the rows to send, and add them to `digests`. Blocking."""
         newest, unreleased = [row.sequence for row in self._plan.sourced.values()], 0
-        for batch in self._history.rows(self._plan, self._plan.begin, ROW_COLUMNS, self._stop):
+        for batch in self._work.history.rows(self._plan, self._plan.begin, ROW_COLUMNS, self._stop):
             if (left := self._row_filter.filter(batch)).num_rows:
                 if max_row_bytes is not None:
                     check_sizes(left, max_row_bytes)

@@ -32,15 +32,14 @@ from common.nats.lease import new_owner
 from common.nats.requests import ApiError
 from common.nats.restore_upload import ArchiveUpload
 from common.sequences import SequenceRange
-from common.service.process import ThreadPool
 from common.settings.root import Settings
 from common.settings.service import NatsSettings, ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, wait_for
 from ingress.errors import is_transient
-from ingress.recovery.fill import ROW_COLUMNS, ArchiveFiller, WatchedWork
+from ingress.recovery.fill import ROW_COLUMNS, ArchiveFiller, ArchiveWork
 from ingress.recovery.guard import GuardedStream, run_with_renewal
-from ingress.recovery.history import EXPIRED_CODE, ArchivedHistory, repeat_command
+from ingress.recovery.history import EXPIRED_CODE, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config, with_source_starts
 from ingress.recovery.preflight import (
     RESTORE_FAILED,
@@ -61,7 +60,6 @@ from ingress.recovery.stream_archive import ArchiveState, with_guard_subject
 
 NAME_IN_USE = 10130  # error of a restore; also while the server still ends an earlier one, which it does not report
 CONSUMER_REFUSED_TEXT = "error restoring consumer"  # in RESTORE_FAILED: permanent; any other text may be temporary
-RESTORE_THREADS = 4
 GREW_CODE = "E-RESTORE-GREW"
 ATTEMPTS = 5  # attempts from the beginning, if a server disappears or ends a restore
 ATTEMPT_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts
@@ -159,9 +157,7 @@ class Restore:
         self._settings, self._request, self._tuning = settings, request, tuning or RestoreTuning()
         _, documents, self._clock, self._progress = parts
         self._captures = CaptureStore(documents.layout, documents.objects)
-        self._threads, self._stop = ThreadPool("restore", RESTORE_THREADS), Stop()
-        self._history = ArchivedHistory(request, parts, self._threads)
-        self._work = WatchedWork(self._threads, self._clock, self._progress, self._check_stop)
+        self._work, self._stop = ArchiveWork(request, parts, self._check_stop), Stop()
         self._started, self._printed_notes = self._clock.monotonic(), set[str]()
         self._owner = new_owner(settings.instance)
         self._guarded: GuardedStream | None = None  # of the current attempt
@@ -188,13 +184,11 @@ class Restore:
 
     def close(self) -> None:
         """Close the threads; of one that never had a connection, too."""
-        with closing(self._threads):
-            self._history.close()
+        self._work.close()
 
     async def plan(self) -> RestorePlan:
         """Return `ArchivedHistory.plan` with the requested subjects; print the progress if it takes long."""
-        begun = f"planning: reading the archive of {self._request.site}/{self._request.feed}"
-        plan = await self._work.wait(self._history.plan(), lambda: self._history.progress_text, begun)
+        plan = await self._work.plan()
         self._request = plan.request
         if self._request.subjects:
             plan = replace(plan, config={**plan.config, "subjects": [*self._request.subjects]})
@@ -315,7 +309,7 @@ class Restore:
         if self._request.promote:  # a drill compares these itself, with the positions
             report = replace(report, not_kept=tuple(await read_differences(client, plan, positions=False)))
         if not report.exit_code and self._request.promote:
-            await self._threads.run(self._record, plan, filled)
+            await self._work.threads.run(self._record, plan, filled)
             failpoint("restore.recorded")
             await self._create_egress_durables(client, plan)
             filled = await guarded.read_filled()
@@ -351,7 +345,7 @@ class Restore:
             config.update(guarded_config(plan.config, f"{marker} {extent} format={writer.format}"))
             return config
 
-        filler = ArchiveFiller(plan, self._history, self._work, self._stop)
+        filler = ArchiveFiller(plan, self._work, self._stop)
         consumers = [with_guard_subject(consumer, plan.name) for consumer in plan.consumers]
         begin = partial(ArchiveUpload.begin, client, plan.name, clock=self._clock)
         sent = await filler.run(begin, writer, guarded, consumers, client.max_payload)
@@ -375,7 +369,7 @@ class Restore:
             self._progress.update(text, self._clock.monotonic())
 
         def read_rows(rows: SequenceRange) -> Iterator[pa.RecordBatch]:
-            for batch in self._history.rows(plan, rows.first, ROW_COLUMNS, self._stop):
+            for batch in self._work.history.rows(plan, rows.first, ROW_COLUMNS, self._stop):
                 count = int(np.searchsorted(np.asarray(batch.column("sequence")), rows.last, side="right"))
                 if not count:
                     return
@@ -389,7 +383,7 @@ class Restore:
         """Raise Unavailable if egress has meanwhile archived more of the lost stream: messages that it still held."""
         if not self._request.promote or self._request.is_in_the_past or plan.is_renamed:
             return
-        if growth := await self._threads.run(self._history.growth, plan):
+        if growth := await self._work.threads.run(self._work.history.growth, plan):
             hint = choices(("it begins again by itself, five times; then", repeat_command(self._request)))
             raise Unavailable(f"{growth}: egress has put the messages that it held", hint=hint, code=GREW_CODE)
 

@@ -208,7 +208,7 @@ async def test_segments_behind_the_one_that_is_read_are_fetched_meanwhile_and_on
     work = restore(quiet, slow, ManualClock())
     plan = await work.plan()
     slow.calls.clear()
-    rows = work._history.rows(plan, 1, ("sequence",), Stop())
+    rows = work._work.history.rows(plan, 1, ("sequence",), Stop())
     assert next(rows).column("sequence").to_pylist() == [1, 2, 3]
     await soon(lambda: slow.calls["get"] >= 9)  # the first, the second with its rows in memory, and later ones
     assert slow.calls["get"] == 9
