@@ -8,6 +8,7 @@ scratch stream is held by a lease while in use.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing, suppress
@@ -27,7 +28,6 @@ from common.nats.kv import BucketDeleted, KeyValue, state_key
 from common.nats.lease import Leases, new_owner
 from common.nats.pull import StartAt
 from common.nats.requests import ApiError
-from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
@@ -180,7 +180,6 @@ class Drill:
         self._store, self._documents, self._clock, self._progress = parts
         number = secrets.token_hex(6)
         self._stream, self._prefix = f"{SCRATCH_PREFIX}{number}", f"{SCRATCH_SUBJECT_ROOT}.{number}"
-        self._threads = ThreadPool("drill", 2)
 
     async def run(self, request: ReplayRequest, stop: Stop) -> DrillReport:
         """Drill `request`, whatever its target and its prefix.
@@ -188,7 +187,7 @@ class Drill:
         Raises Unavailable if `stop` is set before the end. The scratch stream is removed in every case.
         """
         request = replace(request, target=self._stream, prefix=self._prefix)
-        request = await self._threads.run(self._with_bounds, request)
+        request = await asyncio.to_thread(self._with_bounds, request)
         options = ReplayOptions(allow_lossy=True, skip_holes=True)
         work = Replay(self._settings, request, options, self._parts)
         try:
@@ -199,8 +198,6 @@ class Drill:
             again = floe_command("drill", replace(request, target="", prefix="").arguments())
             error.hint = choices(("solve the problem that the message names, and drill again", again))
             raise
-        finally:
-            self._threads.close()
 
     async def _run_scratch(self, work: Replay, client: FloeClient, stop: Stop) -> DrillReport:
         preview = await work.preview(client)
@@ -221,10 +218,10 @@ class Drill:
         former = await work.load_former(client)
         if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
             raise Unavailable("the drill was stopped before its end", hint="run the same command again")
-        total = await self._compare(client, former.receipt.ranges, problems := list[Problem]())
+        total = await self._compare(work, client, former.receipt.ranges, problems := list[Problem]())
         # The plan reports holes without damage; accepted ones do not count.
         reported = tuple(str(each) for each in problems if not isinstance(each, Hole) or each.causes)
-        full = await self._threads.run(self._full_replay_seconds, work.request, preview.plan, result)
+        full = await work.threads.run(self._full_replay_seconds, work.request, preview.plan, result)
         return DrillReport(result, preview.plan, total, full, reported, preview.notes)
 
     def _with_bounds(self, request: ReplayRequest) -> ReplayRequest:
@@ -239,14 +236,14 @@ class Drill:
         return replace(request, incarnation=newest[0].incarnation, from_sequence=first)
 
     async def _compare(
-        self, client: FloeClient, ranges: tuple[ChainRange, ...], problems: list[Problem]
+        self, work: Replay, client: FloeClient, ranges: tuple[ChainRange, ...], problems: list[Problem]
     ) -> Differences:
         """Compare the scratch stream with the archive, which is read by another code path than the replay."""
         if (info := await stream_info(client, self._stream)) is None:
             raise Unavailable(f"scratch stream {self._stream} is gone")
-        total, prefix = Differences(), self._prefix.encode() + b"."
+        total, prefix, call = Differences(), self._prefix.encode() + b".", work.threads.run
         for each in ranges:
-            document = await self._threads.run(self._documents.read_chain, each.chain)
+            document = await call(self._documents.read_chain, each.chain)
             archive = ChainArchive(self._store.with_partial_reads(), each.chain)  # as the replay reads
             batches = Scan(archive, each.rows, problems.append).batches()
             is_relay = document is not None and document.relay
@@ -254,10 +251,10 @@ class Drill:
             arrivals = DeliveredRows(each.chain, each.rows, info.last_sequence)
             async with aclosing(arrivals.read(client, self._stream, StartAt(1))) as pieces:
                 async for piece in pieces:
-                    await self._threads.run(tally.add, piece, piece[-1].sequence)
+                    await call(tally.add, piece, piece[-1].sequence)
                     read = format_count(total.found + tally.found, "message")
                     self._progress.update(f"compared {read} of {info.messages:,}", self._clock.monotonic())
-            await self._threads.run(tally.add, (), each.rows.last)
+            await call(tally.add, (), each.rows.last)
             late, absent = arrivals.late, {*tally.absent}
             disordered = absent.intersection(late)
             found = tally.differences("lost", sorted(absent - disordered), "unexpected", tally.extra)

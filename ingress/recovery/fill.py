@@ -26,9 +26,8 @@ from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter, split_b
 
 ARCHIVE_THREADS = 4
 ENCODE_AHEAD_BYTES = 2 * 1024 * 1024  # bytes that are encoded while others are sent
-RELEASE_INTERVAL_BYTES = (
-    64 * 1024 * 1024
-)  # bytes of rows between two returns of free memory, which cost as much as 1 MB of rows
+# Bytes of rows between two returns of free memory, which cost as much as 1 MB of rows.
+RELEASE_INTERVAL_BYTES = 64 * 1024 * 1024
 REPORT_INTERVAL_S = 1.0  # seconds until long work reports its progress, and between two reports
 ROW_COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
 FILTER_COLUMNS = ("sequence", "timestamp_ns", "subject", "headers")  # columns that the retention filter needs
