@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from common.clock import Clock
 from common.errors import Unavailable, UsageError
+from common.objects.local import sync
 from common.service.process import ThreadPool
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, wait_done
@@ -36,7 +36,7 @@ class BackupFolder:
 
     def __init__(self, folder: Path, request: Mapping[str, Any], threads: ThreadPool, clock: Clock) -> None:
         self._folder, self._request, self._threads, self._clock = folder, request, threads, clock
-        self._file: IO[bytes] | None = None
+        self._file: BinaryIO | None = None
         self.sent = 0
 
     async def send(self, piece: bytes) -> None:
@@ -62,10 +62,10 @@ class BackupFolder:
         assert self._file is not None, "an archive has a head"
         meta = self._folder / META_FILE
         try:
-            _sync(self._file)
+            sync(self._file)
             with meta.with_suffix(".tmp").open("wb") as file:
                 file.write(json.dumps(self._request, indent=2).encode())
-                _sync(file)
+                sync(file)
             meta.with_suffix(".tmp").rename(meta)
         except OSError as error:
             raise _folder_error(self._folder, error) from error
@@ -73,11 +73,6 @@ class BackupFolder:
     async def aclose(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _folder_error(folder: Path, error: OSError) -> Unavailable:
