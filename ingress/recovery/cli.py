@@ -246,13 +246,11 @@ async def restore(
     own_subjects = tuple(each.strip() for each in subjects.split(",")) if subjects is not None else ()
     if wrong := [each for each in own_subjects if not is_filter(each)]:
         raise UsageError(f"--subjects: expected subjects separated by commas, found {wrong[0]!r:.80}")
-    for each in own_subjects:
-        if (
-            taken := next((own for own in ("$JS.>", "$SYS.>", f"{RESTORE_PREFIX}>") if overlaps(each, own)), None)
-        ) and each != ">":
-            raise UsageError(
-                f"--subjects: expected none reserved by the server or a restore ({taken}), found {each!r:.80}"
-            )
+    reserved = ("$JS.>", "$SYS.>", f"{RESTORE_PREFIX}>")
+    taken = [(own, each) for each in own_subjects if each != ">" for own in reserved if overlaps(each, own)]
+    if taken:
+        own, each = taken[0]
+        raise UsageError(f"--subjects: expected none reserved by the server or a restore ({own}), found {each!r:.80}")
     if (pair := first_overlap(own_subjects)) is not None:
         raise UsageError(
             f"--subjects: expected subjects that do not overlap, found {pair[0]!r:.80} and {pair[1]!r:.80}"

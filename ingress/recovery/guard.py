@@ -204,17 +204,15 @@ class GuardedStream:
         Raises ConfigError if the server refuses one because a client subscribes to its subject under the guard, for
         example with `>`.
         """
-        done, refused = list[str](), list[str]()
-        for name, config in (await guarded_consumers(self._client, self._name)).items():
+        guarded, refused = await guarded_consumers(self._client, self._name), list[str]()
+        for name, config in guarded.items():
             self._require_lease()
             try:
                 found = {**config, "deliver_subject": without_guard_subject(config["deliver_subject"])}
                 await create_consumer(self._client, self._name, found, "update")
-                done.append(name)
             except OutcomeUnknown:
                 if name in await guarded_consumers(self._client, self._name):
                     raise
-                done.append(name)
             except ApiError as error:
                 if error.err_code != SUBSCRIPTION_EXISTS:
                     raise
@@ -227,7 +225,7 @@ class GuardedStream:
                 hint=choices(("end it for a moment; the same command continues", repeat_command(self._plan.request))),
                 code="E-RESTORE-DELIVER",
             )
-        return done
+        return [*guarded]
 
     async def _check_promoted(self, filled: StreamInfo) -> None:
         """Raise Stopped if another stream than the compared one got the configuration: in a cluster, one that was

@@ -193,11 +193,10 @@ def retained_from(
         for part in sorted(parts, key=lambda part: part.stretch.rows.first, reverse=True):
             # `rows` is an upper bound if a segment is used in part or others hold rows of it: do not count those.
             total += (part.rows if key == "max_msgs" else part.raw_bytes) if part.is_exact else 0
-            if total >= limit and part.stretch.rows.first > begin:
-                begin = part.stretch.rows.first
-                reasons.append(f"{key} {limit:,}")
-                break
             if total >= limit:
+                if part.stretch.rows.first > begin:
+                    begin = part.stretch.rows.first
+                    reasons.append(f"{key} {limit:,}")
                 break
     return begin, reasons
 

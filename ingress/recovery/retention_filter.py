@@ -220,13 +220,9 @@ class RetentionFilter:
     def filter(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         if not batch.num_rows or not (self.needs_pass or self._last or self.floor):
             return batch
-        keep = self._held_mask(batch)
-        if not self.needs_pass:
-            return batch.filter(pa.array(keep))
-        sequences = np.asarray(batch.column("sequence"))
-        keep &= sequences >= self._last_rollup
+        keep = self._held_mask(batch) & (np.asarray(batch.column("sequence")) >= self._last_rollup)
         batch = batch.filter(pa.array(keep))
-        if not batch.num_rows:
+        if not batch.num_rows or not self.needs_pass:
             return batch
         sequences, places = np.asarray(batch.column("sequence")), np.searchsorted(self._subjects.hash, hashes(batch))
         keep = sequences >= self._subjects.rollup[places]
