@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,10 +37,11 @@ from common.settings.types import format_count
 
 if TYPE_CHECKING:
     from common.settings.root import Settings
-    from ingress.recovery.plan import RestoreRequest
+    from ingress.recovery.plan import RestorePlan, RestoreRequest
     from ingress.recovery.request import RecoveryParts
-    from ingress.recovery.restore import Restore, RestoreReport
+    from ingress.recovery.restore import RestoreReport
     from ingress.recovery.site_restore import SiteReport
+    from ingress.recovery.survey import ReplayPreview
 
 
 def _parse_site_or_chain(text: str) -> ChainSelector:
@@ -86,6 +87,18 @@ class CommandReport(Protocol):
 
 def print_report(report: CommandReport, as_json: bool) -> None:
     print_json(report.as_json()) if as_json else echo_lines(report.lines())
+
+
+def show_plan(plan: RestorePlan | ReplayPreview, notes: Sequence[str], refused: FloeError | None, as_json: bool) -> int:
+    """Print the plan of a dry run. `notes`: of the server; `refused`: the error of the command, which is raised."""
+    if as_json:
+        reason = None if refused is None else {"code": refused.code, "message": refused.message, "hint": refused.hint}
+        print_json({**plan.as_json(), "notes": [*plan.notes, *notes], "refused": reason})
+    else:
+        echo_lines([*plan.lines(), *(f"note: {note}" for note in notes)])
+    if refused is not None:
+        raise refused
+    return 0
 
 
 def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
@@ -150,12 +163,7 @@ async def replay(
         async with work.open_connection() as client, stop_on_signals() as stop:
             if dry_run:
                 preview = await work.preview(client)
-                refused = await work.check(client, preview)
-                document = {**preview.as_json(), "refused": _refusal_json(refused)}
-                print_json(document) if as_json else echo_lines(preview.lines())
-                if refused is not None:
-                    raise refused
-                return 0
+                return show_plan(preview, (), await work.check(client, preview), as_json)
             result = await work.run(client, stop)
     print_report(result, as_json)
     return result.exit_code
@@ -167,11 +175,6 @@ def resolve_times(args: dict[str, Any]) -> dict[str, Any]:
         if (at := args.pop(name)) is not None:
             args |= {absolute: at.text} if at.text else {name: at.seconds_ago}
     return args
-
-
-def _refusal_json(refused: FloeError | None) -> dict[str, Any] | None:
-    """Return the error with which a command of a dry run would end, None if it would begin."""
-    return None if refused is None else {"code": refused.code, "message": refused.message, "hint": refused.hint}
 
 
 def _check_whole_feed(selector: ChainSelector, done: str) -> None:
@@ -266,7 +269,9 @@ async def restore(
         if is_all:
             report = await _restore_site(settings, request, parts, dry_run=dry_run, yes=yes)
         elif dry_run:
-            return await _show_plan(Restore(settings, request, parts), as_json)
+            work = Restore(settings, request, parts)
+            plan = await work.plan()
+            return show_plan(plan, *await work.check(plan), as_json)
         else:
             work, confirmed = Restore(settings, request, parts), None
             if not yes and sys.stdin.isatty():
@@ -279,21 +284,6 @@ async def restore(
                 report = await work.run(client, stop, confirmed)
     print_report(report, as_json)
     return report.exit_code
-
-
-async def _show_plan(work: Restore, as_json: bool) -> int:
-    """Show the plan, and what the server makes of it. Raises the error with which the restore would end."""
-    plan = await work.plan()
-    if not as_json:
-        echo_lines(plan.lines())
-    notes, refused = await work.check(plan)
-    if as_json:
-        print_json({**plan.as_json(), "notes": [*plan.notes, *notes], "refused": _refusal_json(refused)})
-    else:
-        echo_lines(f"note: {note}" for note in notes)
-    if refused is not None:
-        raise refused
-    return 0
 
 
 async def _restore_site(
