@@ -45,26 +45,21 @@ from ingress.rows.prepare import TargetLimits
 from ingress.verdict.settle import TargetReconciler
 from ingress.verdict.verdict import Finding, IntentVerdict, TargetErrors, TargetReading, TargetStream
 
+HELD_CODE = "E-REPLAY-RUNS"
 REPLAY_THREADS = 6
 STALL_TIMEOUT_S = 300.0  # seconds without progress before an error
 ATTEMPT_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts
 PROGRESS_INTERVAL_S = 0.25  # seconds between two checks of the progress
 
 
-class TargetHeldError(LeaseLost):
-    """Another process holds the lease of the target, and keeps it."""
-
-    default_code = "E-REPLAY-RUNS"
-
-
-def target_held_error(hints: ReplayHints, key: str, holder: str) -> TargetHeldError:
+def target_held_error(hints: ReplayHints, key: str, holder: str) -> LeaseLost:
+    """Return the error for a target with a lease that another process holds, and keeps."""
     target = hints.request.target
     what, then = "a replay", "wait until it is done, or stop it there"
     if key == state_key(INGRESS, target):
         what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
-    return TargetHeldError(
-        f"target {target}: {what} by {holder} publishes into it", hint=choices((f"{then}; then", hints.command()))
-    )
+    hint = choices((f"{then}; then", hints.command()))
+    return LeaseLost(f"target {target}: {what} by {holder} publishes into it", hint=hint, code=HELD_CODE)
 
 
 class Leaseholders(tuple[Lease, ...]):
@@ -156,7 +151,7 @@ class Replay:
     async def run(self, client: FloeClient, stop: Stop) -> ReplayResult:
         """Replay until all is stored, or until `stop` is set.
 
-        Raises Stopped, ConfigError, UsageError; TargetHeldError if another process holds the target; a temporary error
+        Raises Stopped, ConfigError, UsageError; LeaseLost if another process holds the target; a temporary error
         after `STALL_TIMEOUT_S` seconds without progress, or if `stop` is set before the next attempt.
         """
         started = moved = self.clock.monotonic()
@@ -165,7 +160,7 @@ class Replay:
             try:
                 return await self._attempt(client, stop, started)
             except FloeError as error:
-                if not is_transient(error) or isinstance(error, TargetHeldError):
+                if not is_transient(error) or error.code == HELD_CODE:
                     raise
                 if (revision := await self._revision(client)) != seen:
                     seen, moved = revision, self.clock.monotonic()
@@ -204,7 +199,7 @@ class Replay:
     async def _hold_leases(self, client: FloeClient, stop: Stop) -> AsyncIterator[Leaseholders]:
         """Hold the leases of replay and of ingress on the target. Wait until leases of a killed holder expire.
 
-        An ingress that gets the target in the meantime waits too. Raises TargetHeldError if a holder stays alive, or if
+        An ingress that gets the target in the meantime waits too. Raises LeaseLost if a holder stays alive, or if
         `stop` is set first.
         """
         service, name = self.service, self.request.target
