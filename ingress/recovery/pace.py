@@ -1,7 +1,7 @@
 """The pace of a replay: pure rate limits over a monotonic clock, and a publisher that keeps to them."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -11,7 +11,7 @@ from common.errors import UsageError
 from common.settings.types import parse_size
 from common.tasks import Stop, wait_for
 from ingress.publishers.publisher import Outcome, Publisher
-from ingress.rows.rows import Rows, WireMessage
+from ingress.rows.rows import Rows
 
 BURST_S = 0.25  # seconds of the rate that may be sent at once after a pause
 MAX_WAIT_S = 0.5  # seconds until the next check of the pace
@@ -77,25 +77,11 @@ class PacedPublisher:
                 raise Interrupted
             count, wait = self._pace.admit(self._clock.monotonic(), sizes)
             if count:
-                return await self._inner.publish(RowsPrefix(rows, stored + count), base, stored)
+                return await self._inner.publish(rows.leading(stored + count), base, stored)
             await wait_for(self._stop, wait)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
-
-
-class RowsPrefix(Rows):
-    """The messages of `rows` up to index `count` (exclusive)."""
-
-    def __init__(self, rows: Rows, count: int) -> None:
-        super().__init__(rows.blocks)
-        self.count = min(count, rows.count)
-
-    def messages(self, start: int, stop: int) -> Iterator[WireMessage]:
-        return super().messages(start, min(stop, self.count))
-
-    def batch_end(self, start: int, max_messages: int, max_bytes: int) -> int:
-        return min(self.count, super().batch_end(start, max_messages, max_bytes))
 
 
 def next_sizes(rows: Rows, start: int) -> list[int]:

@@ -92,6 +92,12 @@ class Rows:
     def __post_init__(self) -> None:
         *self._starts, self.count = accumulate((block.piece.count for block in self.blocks), initial=0)
 
+    def leading(self, count: int) -> "Rows":
+        """Return the messages up to index `count` (exclusive)."""
+        found = Rows(self.blocks)
+        found.count = min(count, self.count)
+        return found
+
     @property
     def size(self) -> int:
         return sum(block.size for block in self.blocks)
@@ -156,7 +162,7 @@ class Rows:
             if row + taken < len(block.byte_ends):
                 break
             left -= block.byte_ends[-1] - before
-        return max(stop, start + 1)
+        return max(min(stop, self.count), start + 1)
 
     def _batch_at(self, index: int) -> tuple[PreparedBatch, int]:
         batch, row = self._block_at(index)

@@ -16,7 +16,7 @@ from common.tasks import Stop
 from ingress.checkpoint import IntentPiece
 from ingress.publishers.publisher import Outcome
 from ingress.recovery.guard import run_with_renewal
-from ingress.recovery.pace import Interrupted, Pace, PacedPublisher, RowsPrefix, pace_of
+from ingress.recovery.pace import Interrupted, Pace, PacedPublisher, pace_of
 from ingress.recovery.ranges import ChainRange, ReplayProgress, split_range
 from ingress.recovery.request import ReplayRequest
 from ingress.rows.rows import Block, PreparedBatch, Rows
@@ -92,7 +92,7 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_if_asked() -> 
     piece = IntentPiece(SegmentName(Chain("s", "F"), 0, whole, "0" * 16), whole, 20)
     rows, stop, spans = Rows([Block(piece, batch)]), Stop(), list[tuple[int, int]]()
 
-    async def publish(head: RowsPrefix, _base: int, stored: int) -> Outcome:
+    async def publish(head: Rows, _base: int, stored: int) -> Outcome:
         spans.append((stored, head.count))
         return Outcome(head.count)
 
