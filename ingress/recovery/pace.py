@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from common.clock import Clock
 from common.errors import UsageError
@@ -86,14 +86,7 @@ class PacedPublisher:
 
 def next_sizes(rows: Rows, start: int) -> list[int]:
     """Return the bytes of each of the next messages, at most `ADMIT_MESSAGES` of them."""
-    sizes: list[int] = []
-    before = 0
-    for block in rows.blocks:
-        skip, before = max(0, start - before), before + block.piece.count
-        if (batch := block.batch) is None or skip >= len(batch.sequences):
-            continue
-        ends = [0, *batch.byte_ends]
-        sizes += [end - begin for begin, end in zip(ends[skip:], ends[skip + 1 :], strict=False)]
-        if len(sizes) >= ADMIT_MESSAGES:
-            break
-    return sizes[:ADMIT_MESSAGES]
+    sizes = list[int]()
+    for batch, row, end in rows.runs(start, min(rows.count, start + ADMIT_MESSAGES)):
+        sizes += [after - before for before, after in pairwise([0, *batch.byte_ends][row : end + 1])]
+    return sizes
