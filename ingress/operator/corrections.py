@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from common.chain import Chain
 from common.errors import Stopped
 from common.settings.types import format_count
-from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedNames, TargetState, advance_positions
+from ingress.checkpoint import Checkpoint, Intent, ParkedNames, TargetState, advance_positions
 from ingress.parked import ParkedEntry, ParkedState
 from ingress.verdict.verdict import Finding, NoOrigin, Origin, TargetReading, can_count, judge, origin_of
 
@@ -294,19 +294,15 @@ def advance_by(positions: Positions, intent: Intent, stored: int, tail: object) 
 
     `tail`: the origin of the last of them, if it can be read.
     """
-    done: list[IntentPiece] = []
-    for piece in intent.pieces:
-        if stored < piece.count or stored == 0:
-            break
-        done.append(piece)
-        stored -= piece.count
-    after = advance_positions(positions, done)
-    if not stored or (piece := intent.pieces[len(done)]).is_retry:
+    placed = intent.placed_pieces()
+    done = [piece for before, piece in placed if before < stored and before + piece.count <= stored]
+    after, left = advance_positions(positions, done), stored - sum(piece.count for piece in done)
+    if not left or (piece := intent.pieces[len(done)]).is_retry:
         return after, set()
     if isinstance(tail, Origin):
         return {**after, piece.chain: tail.sequence + 1}, set()
     if piece.count == len(piece.rows):
-        return {**after, piece.chain: piece.rows.first + stored}, set()
+        return {**after, piece.chain: piece.rows.first + left}, set()
     return after, {piece.chain}
 
 
