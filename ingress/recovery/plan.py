@@ -106,15 +106,20 @@ PROMOTION_KEYS = (
     *("sources", "republish", "subject_transform", "sealed", "max_age", "subject_delete_marker_ttl"),
     "max_msg_size",
 )
-# Keys that are never restored: a stream with messages cannot become a mirror, `placement` may not fit the new server.
-_UNRESTORED_KEYS = ("mirror", "mirror_direct", "placement")
+# Keys that are never restored, and why: a stream with messages cannot become a mirror, `placement` may not fit the
+# new server.
+_UNRESTORED_REASONS = {
+    "mirror": "the stream comes back on its own, without an upstream",
+    "mirror_direct": "it is no longer a mirror",
+    "placement": "set it with `nats stream edit` if it is needed",
+}
 # Bytes that nats-server counts for a message, by its storage, in addition to subject, headers and payload.
 FILE_RECORD_BYTES, MEMORY_RECORD_BYTES = 30, 16  # on disk four more if there are headers
 
 
 def promoted_config(config: Mapping[str, Any], name: str, replicas: int | None = None) -> dict[str, Any]:
     """Return the final configuration of the stream, under `name`."""
-    kept = {key: value for key, value in config.items() if key not in _UNRESTORED_KEYS}
+    kept = {key: value for key, value in config.items() if key not in _UNRESTORED_REASONS}
     kept |= {"name": name, "metadata": own_metadata(config.get("metadata"))}
     if replicas is not None:
         kept["num_replicas"] = replicas
@@ -149,18 +154,11 @@ def with_source_starts(
 
 def unrestored_keys(config: Mapping[str, Any], name: str) -> Iterator[str]:
     """Yield, as text, the keys of a captured configuration that are not restored under `name`."""
-    for key in _UNRESTORED_KEYS:
+    for key, reason in _UNRESTORED_REASONS.items():
         if config.get(key):
-            yield f"{key} is left out: {_UNRESTORED_REASONS[key]}"
+            yield f"{key} is left out: {reason}"
     if config.get("mirror") and not config.get("subjects"):
         yield f"a mirror has no subjects: the server gives the stream the subject {name}"
-
-
-_UNRESTORED_REASONS = {
-    "mirror": "the stream comes back on its own, without an upstream",
-    "mirror_direct": "it is no longer a mirror",
-    "placement": "set it with `nats stream edit` if it is needed",
-}
 
 
 # The rows, and the plan
