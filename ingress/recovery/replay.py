@@ -354,8 +354,8 @@ class ReplayRun:
         publisher: Publisher = PUBLISHERS[chosen](client, name, await Replies.open(client))
         if work.options.pace is not None:
             publisher = PacedPublisher(publisher, work.options.pace, work.clock, stop)
-        reader, wait_s = TargetStream(client, name, work.connect), work.options.reading_spacing_s
-        reconciler = TargetReconciler(ReplayTargetErrors(hints), states, reader, self._leaseholders, work.clock, wait_s)
+        reader = TargetStream(client, name, work.connect)
+        reconciler = TargetReconciler(ReplayTargetErrors(hints), states, reader, self._leaseholders, work.clock)
         server = ServerLimits(client, chains, source.reset, hints.refused_hint("E-MSG-TOO-LARGE"))
         return Delivery(name, states, reconciler, publisher, source, work.clock, limits=server), source, publisher
 

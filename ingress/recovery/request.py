@@ -21,7 +21,6 @@ from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.settings.types import duration_words, format_count, format_duration, is_filter, is_subject
 from ingress.recovery.pace import Pace
-from ingress.verdict.settle import CONFIRM_INTERVAL_S
 
 
 class RecoveryParts(NamedTuple):
@@ -179,10 +178,7 @@ FLAG_OPTIONS = ("create", "append", "allow_lossy", "skip_holes", "again")
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     """The options of one replay. `again`: begin from the start, regardless of the record of a former replay. `pace`:
-    None for as fast as possible.
-
-    `pace_arguments`: the options of the pace, to repeat them. `reading_spacing_s`: seconds between the three reads of
-    the target that confirm a verdict.
+    None for as fast as possible; `pace_arguments`: its options, to repeat them.
     """
 
     create: bool = False
@@ -192,7 +188,6 @@ class ReplayOptions:
     again: bool = False
     pace: Pace | None = None
     pace_arguments: tuple[str, ...] = ()
-    reading_spacing_s: float = CONFIRM_INTERVAL_S
 
     def arguments(self) -> Iterator[str]:
         yield from option_words({name: getattr(self, name) for name in FLAG_OPTIONS})

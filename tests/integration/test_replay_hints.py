@@ -6,7 +6,6 @@ import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from common.nats.kv import KeyValue
 from common.sequences import SequenceRange
 from common.service import process
 from common.tasks import Stop
-from ingress.recovery import request
 from ingress.recovery.pace import Pace
 from ingress.recovery.receipt import receipt_key
 from ingress.recovery.request import ReplayOptions
@@ -36,14 +34,13 @@ PLANNED = ("E-TARGET-NOT-EMPTY", "E-TARGET-MISSING", "E-STATE-KV", *OF_REPLAY)
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run commands on loops of other threads, which cannot catch signals, with short searches."""
+    """Run commands on loops of other threads, which cannot catch signals."""
 
     @asynccontextmanager
     async def unstopped() -> AsyncIterator[Stop]:
         yield Stop()
 
     monkeypatch.setattr(process, "stop_on_signals", unstopped)
-    monkeypatch.setattr(request, "ReplayOptions", partial(ReplayOptions, reading_spacing_s=0.05))
 
 
 # Commands

@@ -1,6 +1,5 @@
 """An archive, a server, and replays between them."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,8 @@ class World:
     def replay(self, options: ReplayOptions | None = None, **asked: Any) -> Replay:
         asked = {"site": "us-east", "feed": "NODES", "target": self.target, "prefix": self.target, **asked}
         settings = self.centre.settings()
-        options = replace(options or ReplayOptions(), reading_spacing_s=0.05)
         parts = RecoveryParts(self.archive.store, self.archive.documents, SystemClock(), Progress())
-        return Replay(settings, ReplayRequest(**asked), options, parts)
+        return Replay(settings, ReplayRequest(**asked), options or ReplayOptions(), parts)
 
     async def run(self, options: ReplayOptions | None = None, **asked: Any) -> ReplayResult:
         work = self.replay(options, **asked)
