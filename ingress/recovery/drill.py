@@ -88,8 +88,8 @@ class ScratchStreams:
         stream for a leftover. The stream and its state are removed in every case. Raises Unavailable, LeaseLost, and
         the errors of `work`.
         """
-        await self.remove_leftovers()
-        if (lease := await (await self._leases()).acquire(state_key("drill", stream))) is None:
+        leases = await self.remove_leftovers()
+        if (lease := await leases.acquire(state_key("drill", stream))) is None:
             raise Unavailable(f"drill {stream}: another one has this name")
         try:
             lost = LeaseLost(f"drill {stream}: its lease was lost", hint="run the same command again")
@@ -98,9 +98,9 @@ class ScratchStreams:
             await self._remove(stream)
             await lease.release()
 
-    async def remove_leftovers(self) -> None:
-        """Remove the streams that former drills left, also exact ones, and print their names."""
-        leases, names = await self._leases(), list[str]()
+    async def remove_leftovers(self) -> Leases:
+        """Remove the streams that former drills left, also exact ones, and print their names. Return the leases."""
+        leases, names = await open_leases(self._client, self._settings, self._owner, self._clock), list[str]()
         for subject in (f"{SCRATCH_SUBJECT_ROOT}.>", f"{RESTORE_PREFIX}>"):
             answer = await query(self._client, "STREAM.NAMES", {"subject": subject})
             names += [str(name) for name in answer.get("streams") or [] if str(name).startswith(SCRATCH_PREFIX)]
@@ -108,6 +108,7 @@ class ScratchStreams:
             if await leases.get_owner(state_key("drill", name)) is None:
                 await self._remove(name)
                 self._progress.print(f"removed {name}, a leftover of an earlier drill")
+        return leases
 
     async def _remove(self, stream: str) -> None:
         try:
@@ -118,9 +119,6 @@ class ScratchStreams:
                     await state.delete(receipt_key(stream))
         except FloeError as error:
             log.warning("scratch stream kept", action="scratch_stream_kept", stream=stream, error=str(error))
-
-    async def _leases(self) -> Leases:
-        return await open_leases(self._client, self._settings, self._owner, self._clock)
 
 
 # A drill by a replay
