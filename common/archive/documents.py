@@ -18,10 +18,9 @@ checked, and an invalid document is never acted on (DataError, code E-STATE-JSON
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
@@ -35,7 +34,7 @@ from common.errors import DataError, FloeError, OutcomeUnknown, Refused, Unavail
 from common.exits import floe_command
 from common.failpoints import failpoint
 from common.logs import get_logger
-from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectInfo, ObjectStore
+from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectInfo, ObjectStore, sha256_of
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.subjects import name_matches
 
@@ -49,7 +48,7 @@ D = TypeVar("D")
 
 
 class StoredValue(Protocol):
-    """A value with a stored form. `from_json` raises ValueError."""
+    """A value that knows its stored form. `from_json` raises ValueError."""
 
     def to_json(self) -> bytes: ...
     @classmethod
@@ -134,7 +133,7 @@ class Document(Generic[D]):
         # Check first, because some servers ignore the condition of the put.
         if self.head() is None:
             try:
-                self._send(self.objects.put_if_absent, body, sha256=_sha256(body))
+                self._send(self.objects.put_if_absent, body, sha256=sha256_of(body))
             except ConditionalPutRefused:
                 if self.claims is None:
                     raise
@@ -147,7 +146,7 @@ class Document(Generic[D]):
         """Put the value if the object still has `etag` (None: if there is none). Return True if it is there now."""
         body, objects = self._body(value), self.objects
         if etag is None:
-            self._send(objects.put_if_absent, body, sha256=_sha256(body))
+            self._send(objects.put_if_absent, body, sha256=sha256_of(body))
         else:
             self._send(objects.put_if_match, body, etag)
         return self.holds(value)
@@ -158,7 +157,7 @@ class Document(Generic[D]):
         """
         body = self._body(value)
         try:
-            return self.objects.put_if_absent(self.key, body, sha256=_sha256(body))
+            return self.objects.put_if_absent(self.key, body, sha256=sha256_of(body))
         except (ConditionalPutRefused, OutcomeUnknown):
             if self.head() is not None:
                 return False
@@ -170,7 +169,7 @@ class Document(Generic[D]):
         body = self._body(value)
         for _ in range(PUT_ATTEMPTS):
             # A store that received other bytes kept none of them.
-            self._send(self.objects.put, body, sha256=_sha256(body), metadata=metadata, also=ChecksumMismatch)
+            self._send(self.objects.put, body, sha256=sha256_of(body), metadata=metadata, also=ChecksumMismatch)
             if self.holds(value):
                 return
         message = f"{self.key}: put {PUT_ATTEMPTS} times and never read back as it was sent"
@@ -200,14 +199,10 @@ class Document(Generic[D]):
         # Check after the claim: another writer may have settled its own before, or the bucket of claims was lost.
         if self.head() is None:
             failpoint("documents.put_claimed")
-            self._send(self.objects.put, claimed, sha256=_sha256(claimed))
+            self._send(self.objects.put, claimed, sha256=sha256_of(claimed))
         if self.head() is not None:
             failpoint("documents.settle")
             claims.settle(self.key, revision)
-
-
-def _sha256(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
 
 
 def list_named(objects: ObjectStore, prefix: str, parse: Callable[[str], D | None]) -> Iterator[tuple[D, ObjectInfo]]:
@@ -232,12 +227,22 @@ class _Versioned(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="for
         return found
 
 
-class _FloorWire(_Versioned, frozen=True):
+class FloorDocument(_Versioned, frozen=True):
+    """The floor of a chain: retention left the sequences from `first` on. Raises ValueError for another number."""
+
     first: int
 
+    def __post_init__(self) -> None:
+        expect_range("first", self.first, 1, MAX_SEQUENCE)
 
-class _TailWire(_Versioned, frozen=True):
+
+class TailDocument(_Versioned, frozen=True):
+    """The end of the coverage of a chain; 0: nothing is covered. Raises ValueError for another number."""
+
     end: int
+
+    def __post_init__(self) -> None:
+        expect_range("end", self.end, 0, MAX_SEQUENCE)
 
 
 class ChainDocument(_Versioned, frozen=True):
@@ -322,16 +327,6 @@ class StreamDocument(_Versioned, frozen=True, rename={"starts": "chains"}):
         return self.continues_from or {}
 
 
-def floor_to_json(first: int) -> bytes:
-    """Encode `floor.json`. Raises ValueError."""
-    return _FloorWire(expect_range("first", first, 1, MAX_SEQUENCE)).to_json()
-
-
-def floor_from_json(raw: bytes) -> int:
-    """Parse `floor.json`. Raises ValueError."""
-    return expect_range("first", _FloorWire.from_json(raw).first, 1, MAX_SEQUENCE)
-
-
 @dataclass(frozen=True, slots=True)
 class Floor:
     """The floor of a chain: retention left the sequences from `first` on. `raised_at`: the time of its last rise, in
@@ -345,21 +340,10 @@ class Floor:
         return f"retention deleted the sequences before {self.first} at {format_time(int(self.raised_at) * NS_PER_S)}"
 
 
-def tail_to_json(end: int) -> bytes:
-    """Encode a tail. `end` 0: nothing is covered. Raises ValueError."""
-    return _TailWire(expect_range("end", end, 0, MAX_SEQUENCE)).to_json()
-
-
-def tail_from_json(raw: bytes) -> int:
-    """Parse a tail. Raises ValueError."""
-    return expect_range("end", _TailWire.from_json(raw).end, 0, MAX_SEQUENCE)
-
-
-def expect_range(name: str, value: int, least: int, most: int) -> int:
-    """Return the value. Raises ValueError unless it is from `least` to `most`."""
+def expect_range(name: str, value: int, least: int, most: int) -> None:
+    """Raise ValueError unless the value is from `least` to `most`."""
     if not least <= value <= most:
         raise ValueError(f"{name}: expected {least} to {most}, found {value}")
-    return value
 
 
 HOLE_HINT = (
@@ -644,12 +628,8 @@ class ChainStore:
         self.objects, self.layout, self.claims = objects, layout, claims
         self._reported_invalid: dict[str, str] = {}  # the key and error of invalid gaps, heartbeats and runs
 
-    def _document(self, key: str, encode: Callable[[D], bytes], decode: Callable[[bytes], D]) -> Document[D]:
-        return Document(self.objects, key, encode, decode, claims=self.claims)
-
-    def _document_of(self, key: str, kind: type[V], **more: Any) -> Document[V]:
-        """Return the document that holds a `kind`. `more`: `check` and `max_bytes` of the document."""
-        return Document(self.objects, key, kind.to_json, kind.from_json, claims=self.claims, **more)
+    def _document(self, key: str, kind: type[V], check: Callable[[V], str] = lambda _: "") -> Document[V]:
+        return Document(self.objects, key, kind.to_json, kind.from_json, check=check, claims=self.claims)
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         return self._stream(chain).create(document)
@@ -662,7 +642,7 @@ class ChainStore:
         return self._stream(chain).read()
 
     def _stream(self, chain: Chain) -> Document[StreamDocument]:
-        return self._document_of(self.layout.stream_document(chain), StreamDocument)
+        return self._document(self.layout.stream_document(chain), StreamDocument)
 
     def has_next_incarnation(self, chain: Chain) -> bool:
         """True if the next incarnation exists: nothing is put into this one any more. One HEAD request."""
@@ -682,51 +662,53 @@ class ChainStore:
         return None if previous is None else previous.get(chain.partition, 0)
 
     def create_chain(self, chain: Chain, document: ChainDocument) -> ChainDocument:
-        return self._document_of(self.layout.chain_document(chain), ChainDocument).create(document)
+        return self._document(self.layout.chain_document(chain), ChainDocument).create(document)
 
     def read_chain(self, chain: Chain) -> ChainDocument | None:
-        return self._document_of(self.layout.chain_document(chain), ChainDocument).read()
+        return self._document(self.layout.chain_document(chain), ChainDocument).read()
 
     def read_floor(self, chain: Chain) -> int | None:
         """Return the first sequence that retention left; None if there is no floor."""
-        return self._floor(chain).read()
+        found = self._floor(chain).read()
+        return None if found is None else found.first
 
     def floor(self, chain: Chain) -> Floor | None:
         """Return the floor with its time; None as for `read_floor`."""
         document = self._floor(chain)
-        if (first := document.read()) is None:
+        if (found := document.read()) is None:
             return None
         info = document.head()
-        return Floor(first, info.modified if info else 0.0)
+        return Floor(found.first, info.modified if info else 0.0)
 
     def raise_floor(self, chain: Chain, first: int) -> None:
         """Raise the floor to `first` unless it is that high already: it never falls. Raises also Unavailable."""
-        document, first = self._floor(chain), expect_range("first", first, 1, MAX_SEQUENCE)
+        document, wanted = self._floor(chain), FloorDocument(first)
         for _ in range(_CAS_ATTEMPTS):
             info = document.head()
-            if (document.read() or 0) >= first or document.update(first, info.etag if info else None):
+            if (self.read_floor(chain) or 0) >= first or document.update(wanted, info.etag if info else None):
                 return
-        if (document.read() or 0) < first:
+        if (self.read_floor(chain) or 0) < first:
             message = f"floor of {chain}: lost to other writers {_CAS_ATTEMPTS} times"
             raise Unavailable(message, code="E-STORE-CONTENDED")
 
-    def _floor(self, chain: Chain) -> Document[int]:
-        return self._document(self.layout.floor_document(chain), floor_to_json, floor_from_json)
+    def _floor(self, chain: Chain) -> Document[FloorDocument]:
+        return self._document(self.layout.floor_document(chain), FloorDocument)
 
     def compared(self, chain: Chain, copy: str) -> Document[ComparedTo]:
         """The record of a comparison with `copy`: `source`, or the name of a replica's server."""
-        return self._document_of(self.layout.compared(chain, copy), ComparedTo)
+        return self._document(self.layout.compared(chain, copy), ComparedTo)
 
     def write_tail(self, chain: Chain, end: int) -> None:
-        self._document(self.layout.tail(chain), tail_to_json, tail_from_json).replace(end)
+        self._document(self.layout.tail(chain), TailDocument).replace(TailDocument(end))
 
     def read_tail(self, chain: Chain) -> int | None:
         """Return the end of coverage at the time the tail was written; None if there is none, or it is invalid.
 
         It is only a hint: an invalid tail is written again, and stops nothing.
         """
-        document = self._document(self.layout.tail(chain), tail_to_json, tail_from_json)
-        return self._read_or_warn(document, "tail", **chain.log_context())
+        document = self._document(self.layout.tail(chain), TailDocument)
+        found = self._read_or_warn(document, "tail", **chain.log_context())
+        return None if found is None else found.end
 
     def tail_etags(self) -> dict[Chain, str]:
         """Return the ETag of every tail, from one listing: a tail that changed since the last call has a new one."""
@@ -739,7 +721,7 @@ class ChainStore:
     # Heartbeats
 
     def write_heartbeat(self, process: str, heartbeat: HeartbeatObject) -> None:
-        self._document_of(self.layout.heartbeat(heartbeat.site, process), HeartbeatObject).replace(heartbeat)
+        self._document(self.layout.heartbeat(heartbeat.site, process), HeartbeatObject).replace(heartbeat)
 
     def list_heartbeats(self, site: str | None = None) -> list[ObjectInfo]:
         """Return the heartbeat objects of a site, or of all, without those that are too old (`drop_outdated`)."""
@@ -753,7 +735,7 @@ class ChainStore:
         def check(found: HeartbeatObject) -> str:
             return "" if name and found.site == name[0] else f"expected the site of its key, found {found.site!r:.80}"
 
-        return self._read_or_warn(self._document_of(key, HeartbeatObject, check=check), "heartbeat")
+        return self._read_or_warn(self._document(key, HeartbeatObject, check), "heartbeat")
 
     # Targets
 
@@ -767,8 +749,8 @@ class ChainStore:
         def check(found: TargetPositions) -> str:
             return "" if found.target == target else f"expected target {target}, found {found.target!r:.80}"
 
-        key = self.layout.ingress_positions(target)
-        return self._document_of(key, TargetPositions, check=check, max_bytes=MAX_POSITIONS_BYTES)
+        document = self._document(self.layout.ingress_positions(target), TargetPositions, check)
+        return replace(document, max_bytes=MAX_POSITIONS_BYTES)
 
     def write_known_tails(self, target: str, tails: Mapping[Chain, KnownTail]) -> None:
         self._known_tails(target).replace(tails)
@@ -791,11 +773,11 @@ class ChainStore:
     # Runs of compaction
 
     def write_run(self, site: str | None, feed: str | None, run: CompactionRun) -> None:
-        self._document_of(self.layout.run(site, feed), CompactionRun).replace(run)
+        self._document(self.layout.run(site, feed), CompactionRun).replace(run)
 
     def read_run(self, site: str | None, feed: str | None) -> CompactionRun | None:
         """Read a run; None if there is none, or it is invalid: it stops nothing."""
-        return self._read_or_warn(self._document_of(self.layout.run(site, feed), CompactionRun), "compaction run")
+        return self._read_or_warn(self._document(self.layout.run(site, feed), CompactionRun), "compaction run")
 
     def runs(self) -> CompactionRuns:
         """Return the last run of each selection; none if access is refused."""
@@ -857,7 +839,7 @@ class ChainStore:
         def check(found: AcceptedGap) -> str:
             return "" if found.range == rows else f"expected {rows}, found {found.range}"
 
-        return self._document_of(self.layout.gap(prefix, rows), AcceptedGap, check=check)
+        return self._document(self.layout.gap(prefix, rows), AcceptedGap, check)
 
     def _read_or_warn(self, document: Document[D], kind: str, **context: object) -> D | None:
         """Read a document that stops nothing: an invalid one counts as none. It is logged once, with `context`, since a

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = """
 import os, sys, threading
 from common.chain import Chain
-from common.archive.documents import ChainDocument, ChainStart, StreamDocument, tail_from_json, tail_to_json
+from common.archive.documents import ChainDocument, ChainStart, StreamDocument, TailDocument
 from common.archive.documents import AcceptedGap
 from common.sequences import SequenceRange
 from egress.incarnations import CLOSING, Closing, EndDecision, End, NextStream
@@ -30,9 +30,9 @@ def begin(start, works):
     for work, raw in works:
         work(raw)
 
-tail, at = tail_to_json(7), "2026-11-20T10:00:00Z"
+tail, at = TailDocument(7).to_json(), "2026-11-20T10:00:00Z"
 made = [
-    (tail_from_json, tail),
+    (TailDocument.from_json, tail),
     (ChainDocument.from_json, ChainDocument(("a",), 1, 1).to_json()),
     (StreamDocument.from_json, StreamDocument({}, at, {0: 1}, (ChainStart(("a",), 1),)).to_json()),
     (AcceptedGap.from_json, AcceptedGap(SequenceRange(1, 2), "why", "me", at).to_json()),

@@ -70,8 +70,8 @@ def test_fields_of_a_newer_minor_version_are_passed_over_and_a_newer_major_is_re
     reads = {
         "stream": (golden.STREAM.to_json(), documents.StreamDocument.from_json),
         "chain": (golden.DOCUMENT.to_json(), documents.ChainDocument.from_json),
-        "floor": (b'{"format_version":1,"first":3}', documents.floor_from_json),
-        "tail": (b'{"format_version":1,"end":60}', documents.tail_from_json),
+        "floor": (b'{"format_version":1,"first":3}', documents.FloorDocument.from_json),
+        "tail": (b'{"format_version":1,"end":60}', documents.TailDocument.from_json),
         "gap": (golden.PASSED.to_json(), documents.AcceptedGap.from_json),
         "tombstone": (stone, lambda raw: Tombstone.from_json(raw, LAYOUT, CHAIN)),
     }
