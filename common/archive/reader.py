@@ -48,63 +48,21 @@ def admit_all(scan: object, group: RowGroup, cost: guard.DecodingCost) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentSource:
-    """The bytes of a segment. `key`: its name in errors. `cleanup`: runs when the reader is closed."""
+class OpenedSegment:
+    """A segment with checked metadata. `source`: its bytes. `file`: the ParquetFile of pyarrow over them. `key`: its
+    name in errors. `leaves`: the number of each column, by name.
+    """
 
+    source: Any
     file: Any
     key: str
     limits: ParquetLimits
     fetch: Fetch
-    cleanup: ExitStack
-    admit: Admit = admit_all
-
-    def metadata(self) -> Metadata:
-        """Read the metadata at the end of the bytes. Raises SegmentCorrupt."""
-        size = self.file.size()
-        tail = min(size, TRAILER_BYTES)
-        self.fetch(size - tail, tail)
-        stored = check_trailer(self.file.read_at(tail, size - tail), size, self.limits)
-        self.fetch(size - tail - stored, stored)
-        return guard.parse_metadata(self.file.read_at(stored, size - tail - stored), self.limits)
-
-    def parquet(self) -> Any:
-        """Return the pyarrow ParquetFile over the bytes, with its schema checked. Raises any error of pyarrow.
-
-        Call it only after `metadata`, which checks that pyarrow can parse the metadata within limits.
-        """
-        try:
-            # Kept as dictionaries until their expanded size is known.
-            file = self._open(list(TEXT_COLUMNS))
-        except Exception:  # perhaps there are no such columns: the check of the schema names the cause
-            check_schema(self._open(None).metadata.schema.to_arrow_schema())
-            raise
-        check_schema(file.metadata.schema.to_arrow_schema())
-        return file
-
-    def _open(self, read_dictionary: list[str] | None) -> Any:
-        return _ParquetFile(
-            self.file,
-            thrift_string_size_limit=self.limits.footer_value_bytes,
-            thrift_container_size_limit=max(self.limits.row_groups, self.limits.columns),
-            schema_depth_limit=_SCHEMA_DEPTH,
-            read_dictionary=read_dictionary,
-            pre_buffer=False,
-            buffer_size=_READ_AHEAD,
-            # Without checksums a flipped bit reads back as good data.
-            page_checksum_verification=True,
-            arrow_extensions_enabled=False,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedSegment:
-    """A segment with checked metadata. `leaves`: the number of each column, by name."""
-
-    source: SegmentSource
-    file: Any
+    admit: Admit
     metadata: Metadata
     leaves: Mapping[str, int]
     footer: Footer
+    row_groups: tuple[RowGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +119,16 @@ class ColumnScan:
     """
 
     def __init__(self, opened: OpenedSegment, names: list[str], rows: SequenceRange | None) -> None:
-        self._opened, self._source, self._names = opened, opened.source, names
+        self._opened, self._names = opened, names
         footer = opened.footer
         self._rows = None if rows is None or rows.encloses(footer.coverage) else rows
         needed = {*names, "sequence"} | ({"subject_raw"} if "subject" in names else set())
         self._schema = pa.schema([field for field in SCHEMA if field.name in needed])
-        self._totals = _Totals(footer, set(self._schema.names), opened.source.limits.row_group_bytes)
+        self._totals = _Totals(footer, set(self._schema.names), opened.limits.row_group_bytes)
 
     def batches(self, groups: Iterable[RowGroup]) -> Iterator[pa.RecordBatch]:
         """Yield the rows in those of `groups` that may hold some. Raises SegmentCorrupt."""
-        with segment_errors(self._source.key):
+        with segment_errors(self._opened.key):
             for group in groups:
                 if self._rows is None or self._rows.overlaps(group.range):
                     yield from self._group(group)
@@ -192,21 +150,21 @@ class ColumnScan:
             raise SegmentCorrupt(f"row group {group.index}: expected {group.rows} rows, found {counted}")
 
     def _cost(self, group: RowGroup) -> guard.DecodingCost:
-        claimed, limits = self._opened.metadata.groups[group.index], self._source.limits
+        claimed, limits = self._opened.metadata.groups[group.index], self._opened.limits
         columns = []
         for name in self._schema.names:
             chunk = guard.chunk(name, claimed, self._opened.leaves[name])
-            self._source.fetch(chunk.first, chunk.size)
-            columns.append(guard.pages(self._source.file, chunk, limits))
+            self._opened.fetch(chunk.first, chunk.size)
+            columns.append(guard.pages(self._opened.source, chunk, limits))
         cost = guard.decoding_cost(columns, group.rows, limits)
-        self._source.admit(self, group, cost)
+        self._opened.admit(self, group, cost)
         if cost.size > (most := limits.row_group_bytes):
             raise bomb_error(f"row group {group.index}: expected at most {most} decoded bytes, found {cost.size}")
         return cost
 
     def _check(self, batch: pa.RecordBatch, group: RowGroup, cost: guard.DecodingCost) -> pa.RecordBatch:
         checks.check_text(batch)
-        self._source.admit(self, group, replace(cost, text=self._totals.count(batch)))
+        self._opened.admit(self, group, replace(cost, text=self._totals.count(batch)))
         plain = _expand(batch, self._schema)
         checks.check_order(plain.column("sequence"), self._totals.last_sequence, group.range)
         checks.check_values(plain)
@@ -277,10 +235,9 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
     `footer` agrees with the key and the row counts; `row_groups` are the claims of the file's metadata.
     """
 
-    def __init__(self, opened: OpenedSegment, rows: SequenceRange | None = None) -> None:
-        self.footer = opened.footer
-        self.row_groups = checks.row_groups(opened.metadata, opened.leaves["sequence"], opened.footer)
-        self._opened, self._rows = opened, rows
+    def __init__(self, opened: OpenedSegment, rows: SequenceRange | None, cleanup: ExitStack) -> None:
+        self.footer, self.row_groups = opened.footer, opened.row_groups
+        self._opened, self._rows, self._cleanup = opened, rows, cleanup
 
     def batches(
         self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
@@ -303,7 +260,7 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
 
         Raises SegmentCorrupt if there are no such statistics.
         """
-        with segment_errors(self._opened.source.key):
+        with segment_errors(self._opened.key):
             return checks.timestamp_bounds(self._opened.metadata, self._opened.leaves["timestamp_ns"])
 
     def ranges(self, wanted: RowFilter) -> list[SequenceRange]:
@@ -331,7 +288,7 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
         return [(a, z) if isinstance(a, bytes) and isinstance(z, bytes) else None for a, z in bounds]
 
     def close(self) -> None:
-        self._opened.source.cleanup.close()
+        self._cleanup.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -359,19 +316,54 @@ def open_file(
         if on_close is not None:
             cleanup.callback(on_close)
         # Native code reads both, without the interpreter.
-        file: pa.NativeFile = cleanup.enter_context(
+        native: pa.NativeFile = cleanup.enter_context(
             pa.OSFile(str(source), mode="r") if isinstance(source, Path) else pa.BufferReader(source)
         )
-        reader = _open(SegmentSource(file, name, limits, fetch, ExitStack(), admit), expected, rows)
-        reader._opened.source.cleanup.push(cleanup.pop_all())
-    return reader
+        metadata, file = _read_metadata(native, fetch, limits), _open_parquet(native, limits)
+        guard.check_shape(metadata, file.metadata.num_columns, limits)
+        columns = file.metadata.schema
+        leaves = {columns.column(index).path: index for index in range(file.metadata.num_columns)}
+        footer = checks.read_footer(metadata, expected)
+        groups = checks.row_groups(metadata, leaves["sequence"], footer)
+        opened = OpenedSegment(native, file, name, limits, fetch, admit, metadata, leaves, footer, groups)
+        return SegmentReader(opened, rows, cleanup.pop_all())
 
 
-def _open(source: SegmentSource, expected: SegmentName, rows: SequenceRange | None) -> SegmentReader:
-    metadata = source.metadata()
-    file = source.parquet()
-    guard.check_shape(metadata, file.metadata.num_columns, source.limits)
-    columns = file.metadata.schema
-    leaves = {columns.column(index).path: index for index in range(file.metadata.num_columns)}
-    opened = OpenedSegment(source, file, metadata, leaves, checks.read_footer(metadata, expected))
-    return SegmentReader(opened, rows)
+def _read_metadata(source: Any, fetch: Fetch, limits: ParquetLimits) -> Metadata:
+    """Read the metadata at the end of the bytes. Raises SegmentCorrupt."""
+    size = source.size()
+    tail = min(size, TRAILER_BYTES)
+    fetch(size - tail, tail)
+    stored = check_trailer(source.read_at(tail, size - tail), size, limits)
+    fetch(size - tail - stored, stored)
+    return guard.parse_metadata(source.read_at(stored, size - tail - stored), limits)
+
+
+def _open_parquet(source: Any, limits: ParquetLimits) -> Any:
+    """Return the ParquetFile over the bytes, with its schema checked. Raises any error of pyarrow.
+
+    Call it only after `_read_metadata`, which checks that pyarrow can parse the metadata within limits.
+    """
+    try:
+        # Kept as dictionaries until their expanded size is known.
+        file = _parquet_file(source, limits, list(TEXT_COLUMNS))
+    except Exception:  # perhaps there are no such columns: the check of the schema names the cause
+        check_schema(_parquet_file(source, limits, None).metadata.schema.to_arrow_schema())
+        raise
+    check_schema(file.metadata.schema.to_arrow_schema())
+    return file
+
+
+def _parquet_file(source: Any, limits: ParquetLimits, read_dictionary: list[str] | None) -> Any:
+    return _ParquetFile(
+        source,
+        thrift_string_size_limit=limits.footer_value_bytes,
+        thrift_container_size_limit=max(limits.row_groups, limits.columns),
+        schema_depth_limit=_SCHEMA_DEPTH,
+        read_dictionary=read_dictionary,
+        pre_buffer=False,
+        buffer_size=_READ_AHEAD,
+        # Without checksums a flipped bit reads back as good data.
+        page_checksum_verification=True,
+        arrow_extensions_enabled=False,
+    )
