@@ -651,16 +651,14 @@ def _rule_text(rule: LifecycleRule) -> str:
 
 def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFinding]:
     """Probe the disk; blocking. Writes one file of 64 KiB into the spool, and removes it."""
-    from common.archive.writer import Spool, spool_error
+    from common.archive.writer import Spool, spool_errors
 
     folder = Path(settings.spool_dir or tempfile.gettempdir())
     with closing(Spool(folder)) as spool:
         try:
             path = spool.new_file()
-            try:
+            with spool_errors(folder):
                 path.write_bytes(bytes(64 * 1024))
-            except OSError as error:
-                raise spool_error(folder, error) from error
             free = shutil.disk_usage(folder).free
         except FloeError as error:
             meaning = "segments are built in this folder: without it egress cannot archive and compaction cannot merge"

@@ -29,7 +29,7 @@ from common.archive.keys import MAX_LEVEL, Layout
 from common.archive.reader import Admit, SegmentReader, admit_all, open_file
 from common.archive.segment import Footer, SegmentRef, Tip
 from common.archive.table import SegmentTable
-from common.archive.writer import Spool, SpooledSegment, hash_file, spool_error
+from common.archive.writer import Spool, SpooledSegment, hash_file, spool_errors
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import DataError, OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
@@ -79,11 +79,9 @@ class PartialObjectFile:
             raise SegmentGone(f"segment {self._key}: no longer in the store")
         if len(data) != length:
             raise SegmentCorrupt(f"expected {length} bytes at {begin}, found {len(data)}")
-        try:
+        with spool_errors(self._folder):
             self._file.seek(begin)
             self._file.write(data)
-        except OSError as error:
-            raise spool_error(self._folder, error) from error
         self._present.update(run)
 
     def close(self) -> None:
@@ -321,10 +319,8 @@ class SegmentStore:
     def _download(self, ref: SegmentRef | SnapshotRef) -> Iterator[Path | None]:
         path = self._spool.new_file()
         try:
-            try:
+            with spool_errors(path.parent):
                 is_there = self.objects.download(ref.key, path)
-            except OSError as error:
-                raise spool_error(path.parent, error) from error
             yield path if is_there else None
         finally:
             path.unlink(missing_ok=True)

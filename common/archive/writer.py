@@ -228,7 +228,7 @@ class SegmentWriter:
     def _write(self, batches: list[pa.RecordBatch], size: int) -> None:
         table = pa.Table.from_batches(batches)
         batches.clear()  # the caller's thread may hold the list for longer
-        with _spool_errors(self._path):
+        with spool_errors(self._path.parent):
             self._open(size // table.num_rows).write_table(table, row_group_size=table.num_rows)
 
     def _open(self, row_bytes: int = 1) -> pq.ParquetWriter:
@@ -264,7 +264,7 @@ class SegmentWriter:
         self._check_footer(footer)
         self._flush()
         self._writing.result()
-        with _spool_errors(self._path):
+        with spool_errors(self._path.parent):
             file = self._open()
             file.add_key_value_metadata({FOOTER_KEY.decode(): footer.to_json().decode()})
             file.close()
@@ -304,8 +304,9 @@ def hash_file(path: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def _spool_errors(path: Path) -> Iterator[None]:
+def spool_errors(folder: Path) -> Iterator[None]:
+    """Turn the errors of the disk under a file of the spool into Unavailable, code E-SPOOL, that names `folder`."""
     try:
         yield
     except OSError as error:
-        raise spool_error(path.parent, error) from error
+        raise spool_error(folder, error) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from common.archive.documents import SnapshotRef, list_snapshots, newest_first, sampling_digest_of, snapshot_metadata
 from common.archive.keys import DIGEST_LENGTH, StateName
 from common.archive.store import SegmentStore
-from common.archive.writer import spool_error
+from common.archive.writer import spool_errors
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError
@@ -109,11 +109,8 @@ class SnapshotStore:
         """
         spool = self._store.new_spool()
         try:
-            try:
-                with spool.open("wb") as file:
-                    file.writelines(encode(snapshot))
-            except OSError as error:
-                raise spool_error(spool.parent, error) from error
+            with spool_errors(spool.parent), spool.open("wb") as file:
+                file.writelines(encode(snapshot))
             return self.write(snapshot.position, spool, sampling_digest=snapshot.sampling_digest)
         finally:
             spool.unlink(missing_ok=True)

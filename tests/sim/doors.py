@@ -121,7 +121,7 @@ def install() -> None:
     replace(vars(secrets), "token_hex", lambda size=32: _chance().randbytes(size).hex())
     replace(vars(secrets), "randbelow", lambda most: _chance().randrange(most))
     replace(vars(random), "SystemRandom", lambda: random.Random(_chance().random()))
-    replace(vars(common.archive.writer), "_spool_errors", _spooling(common.archive.writer._spool_errors))
+    replace(vars(common.archive.writer), "spool_errors", _spooling(common.archive.writer.spool_errors))
     real_pid, real_host = os.getpid, socket.gethostname
     replace(vars(os), "getpid", lambda: found.number if (found := _any_process()) else real_pid())
     replace(vars(socket), "gethostname", lambda: found.host if (found := _any_process()) else real_host())
@@ -131,8 +131,8 @@ def _spooling(real: Callable[[Path], AbstractContextManager[None]]) -> Callable[
     """Wrap the product's writing of a file: the disk of the host may be full."""
 
     @contextmanager
-    def spooling(path: Path) -> Iterator[None]:
-        with real(path):
+    def spooling(folder: Path) -> Iterator[None]:
+        with real(folder):
             if (process := _any_process()) is not None and process.host in process.world.full_disks:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield
