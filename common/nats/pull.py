@@ -11,6 +11,7 @@ from typing import Any
 from common.archive.segment import Message
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, Unavailable
+from common.nats import protocol
 from common.nats.api import create_ephemeral_consumer, delete_consumer, query_message
 from common.nats.client import FloeClient, frame
 from common.nats.protocol import ConsumerError, IdleHeartbeat, PullEnd, parse_replies, parse_status
@@ -114,8 +115,8 @@ class _PullReader:
         self._client, self._stream, self._limits, self._server = client, stream, limits, server
         self._name = f"floe-{secrets.token_hex(8)}"
         self._generation = client.generation
-        self._frames: list[tuple[bytes, bytes, bytes, bytes | None]] = []
-        self._arrived = asyncio.Event()
+        self._arrived, self._statuses = asyncio.Event(), list[bytes | None]()
+        self._messages = protocol.message_list(self._arrived.set, self._keep_status)
         self._error, self._next_number, self._pending = PendingError(self._arrived), 1, 0
         self._unanswered: int | None = 0  # pulls without responder; None once the consumer has answered
         self._batch = limits.batch
@@ -134,7 +135,7 @@ class _PullReader:
         if subject:
             config["filter_subject"] = subject
         self._inbox = self._client.new_inbox()
-        self._subscription = await self._client.subscribe_raw(self._inbox, self._sink, self._error.set)
+        self._subscription = await self._client.subscribe_raw(self._inbox, self._messages, self._error.set)
         for _ in range(PLACEMENTS):
             consumer = await create_ephemeral_consumer(self._client, self._stream, config)
             if self._server in ("", consumer.leader):
@@ -153,8 +154,8 @@ class _PullReader:
             if self._client.is_up:
                 await delete_consumer(self._client, self._stream, self._name)
 
-    def _sink(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        self._frames.append((subject, reply, payload, headers))
+    def _keep_status(self, headers: bytes | None) -> None:
+        self._statuses.append(headers)
         self._arrived.set()
 
     def _pull(self) -> None:
@@ -179,30 +180,29 @@ class _PullReader:
         if self._client.generation != self._generation:
             raise Unavailable(f"stream {self._stream}: the connection was lost while reading")
         self._arrived.clear()
-        frames, self._frames = self._frames, []
-        found = self._to_messages([each for each in frames if each[1]])
-        for _, reply, _, headers in frames:
-            if not reply:
-                self._on_status(headers)
+        statuses, self._statuses = self._statuses, []
+        found = self._to_messages(self._messages.take())
+        for headers in statuses:
+            self._on_status(headers)
         if self._pending <= 0:
             if self._unanswered:
                 await self._client.clock.sleep(NO_RESPONDERS_PAUSE_S)
             self._pull()
         return found
 
-    def _to_messages(self, frames: Sequence[tuple[bytes, bytes, bytes, bytes | None]]) -> list[Message]:
-        if not frames:
+    def _to_messages(self, arrived: protocol.Messages) -> list[Message]:
+        subjects, replies, payloads, headers = arrived
+        if not replies:
             return []
-        subjects, replies, payloads, headers = zip(*frames, strict=True)
         try:
             acks = parse_replies(replies, self._name.encode(), self._next_number)
         except ValueError as error:
             raise Unavailable(f"stream {self._stream}: {error}") from None
-        if acks.contiguous < len(frames):
+        if acks.contiguous < len(replies):
             missing = self._next_number + acks.contiguous
             raise Unavailable(f"stream {self._stream}: expected message {missing}, found another")
-        self._next_number += len(frames)
-        self._pending, self._unanswered = self._pending - len(frames), None
+        self._next_number += len(replies)
+        self._pending, self._unanswered = self._pending - len(replies), None
         self.passed_sequence = acks.sequences[-1]
         return list(map(Message, acks.sequences, acks.timestamps_ns, subjects, headers, payloads))
 
