@@ -76,18 +76,16 @@ class PlannedSite:
     feeds: list[PlannedFeed] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class PlannedTarget:
-    """A target stream. `sources`: the site and feed that flow into it, with the path that determines how."""
-
-    stream: str
-    sources: list[tuple[PlannedSite, PlannedFeed, ImportedStream]] = field(default_factory=list)
+#: A site and a feed that flow into a target, with the path that determines how.
+PlannedSource = tuple[PlannedSite, PlannedFeed, ImportedStream]
 
 
 @dataclass(slots=True)
 class PlannedCentre:
+    """The targets at one place: the sources of each target stream."""
+
     connection: ReplicatorConnection
-    targets: list[PlannedTarget] = field(default_factory=list)
+    targets: dict[str, list[PlannedSource]] = field(default_factory=dict)
 
 
 def plan(name: str, paths: Sequence[ImportedStream]) -> tuple[list[PlannedSite], list[PlannedCentre]]:
@@ -144,11 +142,7 @@ def _centres(sites: Sequence[PlannedSite]) -> list[PlannedCentre]:
     for site, feed in ((each, feed) for each in sites for feed in each.feeds):
         for path in feed.routes:
             centre = centres.setdefault(path.target.identity, PlannedCentre(path.target))
-            target = next((t for t in centre.targets if t.stream == path.target_stream), None)
-            if target is None:
-                target = PlannedTarget(path.target_stream)
-                centre.targets.append(target)
-            target.sources.append((site, feed, path))
+            centre.targets.setdefault(path.target_stream, []).append((site, feed, path))
     return list(centres.values())
 
 
@@ -159,7 +153,7 @@ STREAM_KEYS_LEFT_OUT = {
     "ephemeral": "a start copies nothing again: Floe continues at its position",
     "target_initiated": "Floe always runs at both ends: egress at the source, ingress at the target",
     "leader_election_name": "several instances share the work by leases, without a key; see lease_ttl",
-    # Those before 0.5, as `common.migration.topics` names them.
+    # Those before 0.5, as `as_streams` names them.
     "workers": _IN_ORDER,
     "queued": _IN_ORDER,
     "queue_group": _IN_ORDER,

@@ -1,13 +1,12 @@
 """Import of a configuration: a plan becomes files, one for each site and centre, checked as Floe reads them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from common.migration import plan
 from common.migration.entries import Entries, Variable, YamlEntry, comment, origins, render
-from common.migration.read import FILE, FileKeys, Note, read, read_connection
-from common.migration.topics import TOPICS_FILE, as_streams
+from common.migration.read import FILE, TOPICS_FILE, FileKeys, Note, as_streams, read, read_connection
 from common.settings.loader import parse_documents
 from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, raise_problems
 from common.subjects import covers, first_overlap, overlaps
@@ -123,8 +122,8 @@ def _feed(feed: plan.PlannedFeed, notes: list[Note]) -> Entries:
 def _centre_file(top: FileKeys, centre: plan.PlannedCentre, number: int, source: str) -> ImportedFile:
     notes: list[Note] = []
     created = _subjects_to_create(centre)
-    targets = [_target(target, created.get(target.stream, []), notes) for target in centre.targets]
-    nats = centre.connection.entry("target", centre.targets[0].sources[0][2].given)
+    targets = [_target(stream, sources, created.get(stream, []), notes) for stream, sources in centre.targets.items()]
+    nats = centre.connection.entry("target", next(iter(centre.targets.values()))[0][2].given)
     new = "new and empty streams that only Floe writes to; docs/guides/migrate.md describes the change-over"
     ingress = Entries([YamlEntry("targets", targets, notes=[new])])
     entries = Entries([nats, _store(), *_log(top, []), YamlEntry("ingress", ingress)])
@@ -134,25 +133,25 @@ def _centre_file(top: FileKeys, centre: plan.PlannedCentre, number: int, source:
 def _subjects_to_create(centre: plan.PlannedCentre) -> dict[str, list[str]]:
     """Return the subjects of the targets that are to be created, by stream: no target takes the subjects of another."""
     found = {
-        target.stream: _subjects(target)
-        for target in centre.targets
-        if not any(path.given.get("no_target_create") for _, _, path in target.sources)
+        stream: _subjects(sources)
+        for stream, sources in centre.targets.items()
+        if not any(path.given.get("no_target_create") for _, _, path in sources)
     }
     all_of = [(stream, subject) for stream, subjects in found.items() for subject in subjects]
     taken = {name for name, mine in all_of for other, theirs in all_of if name != other and overlaps(mine, theirs)}
     return {stream: subjects for stream, subjects in found.items() if stream not in taken}
 
 
-def _target(target: plan.PlannedTarget, subjects: list[str], notes: list[Note]) -> Entries:
-    given = target.sources[0][2].given
+def _target(stream: str, sources: Sequence[plan.PlannedSource], subjects: list[str], notes: list[Note]) -> Entries:
+    given = sources[0][2].given
     mark = given.mark_of("target_stream" if given.has("target_stream") else "stream")
-    entries = Entries([YamlEntry("stream", target.stream, mark)])
+    entries = Entries([YamlEntry("stream", stream, mark)])
     if subjects:
         keys = [YamlEntry("replicas", 1), YamlEntry("storage", "file"), YamlEntry("subjects", subjects)]
         reason = "stream-replicator gave it the limits of the source: set replicas, max_age and max_bytes"
         entries.append(YamlEntry("create", Entries(keys), notes=[reason]))
-    sources = [_source(*source, notes) for source in target.sources]
-    entries.append(YamlEntry("sources", sources, notes=() if subjects else [_NO_CREATE]))
+    items = [_source(*source, notes) for source in sources]
+    entries.append(YamlEntry("sources", items, notes=() if subjects else [_NO_CREATE]))
     return entries
 
 
@@ -167,9 +166,9 @@ def _source(site: plan.PlannedSite, feed: plan.PlannedFeed, path: plan.ImportedS
     return entries
 
 
-def _subjects(target: plan.PlannedTarget) -> list[str]:
+def _subjects(sources: Sequence[plan.PlannedSource]) -> list[str]:
     """Return the subjects of the messages of all sources; empty if they are unknown, or would overlap."""
-    found = [subject for _, feed, path in target.sources for subject in _mapped_subjects(feed, path)]
+    found = [subject for _, feed, path in sources for subject in _mapped_subjects(feed, path)]
     if "" in found:
         return []
     unique = list(dict.fromkeys(found))

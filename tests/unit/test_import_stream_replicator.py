@@ -10,8 +10,7 @@ from click.testing import CliRunner, Result
 
 import floe
 from common.migration import entries, read
-from common.migration.read import FILE, Shape, convert_duration
-from common.migration.topics import TOPICS_FILE
+from common.migration.read import FILE, TOPICS_FILE, Shape, convert_duration
 from common.migration.write import Imported, import_stream_replicator
 from common.settings.loader import parse_documents
 from common.settings.root import Settings
