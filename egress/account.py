@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from common.chain import FEED_PATTERN
 from common.errors import FloeError, Refused
 from common.logs import get_logger
-from common.nats.api import SCRATCH_PREFIX, StreamInfo, check_token, query_message, stream_info, stream_names
+from common.nats.api import LIMITS, SCRATCH_PREFIX, StreamInfo, check_token, query_message, stream_info, stream_names
 from common.nats.client import FloeClient
-from common.nats.durables import LIMITS
 from common.nats.headers import SOURCE_HEADER, header_value
 from common.settings.egress import MQTT_PREFIX, FeedSettings
 from common.settings.root import Settings

@@ -22,6 +22,9 @@ from typing import Any
 from common.clock import NS_PER_S, Clock
 from common.errors import Stopped
 from common.nats.api import (
+    INTEREST,
+    LIMITS,
+    WORK_QUEUE,
     ConsumerInfo,
     StreamInfo,
     consumer_info,
@@ -29,10 +32,10 @@ from common.nats.api import (
     create_consumer,
     create_ephemeral_consumer,
     delete_consumer,
+    durable_config,
     ready_stream_info,
 )
 from common.nats.client import FloeClient
-from common.nats.durables import DESCRIPTION, INTEREST, LIMITS, WORK_QUEUE, durable_config
 from common.nats.requests import ApiError
 from common.sequences import MAX_SEQUENCE
 from common.settings.egress import FeedSettings
@@ -126,9 +129,9 @@ def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
     }
 
 
-def durable(wanted: WantedMessages, version: tuple[int, int, int], description: str = DESCRIPTION) -> dict[str, Any]:
+def durable(wanted: WantedMessages, version: tuple[int, int, int]) -> dict[str, Any]:
     name, filter_subject = wanted.partition.durable, wanted.partition.filter_subject
-    return durable_config(name, wanted.retention, wanted.first, filter_subject, version, description)
+    return durable_config(name, wanted.retention, wanted.first, filter_subject, version)
 
 
 async def open_consumer(client: FloeClient, wanted: WantedMessages) -> tuple[ConsumerInfo, list[str]]:
@@ -192,7 +195,7 @@ async def ensure_durable(client: FloeClient, partition: Partition) -> None:
         return
     wanted = WantedMessages(partition, INTEREST)
     if not await own_durables(client, wanted):
-        await create_durable(client, wanted, HOLDING_DESCRIPTION)
+        await create_durable(client, wanted, description=HOLDING_DESCRIPTION)
 
 
 async def own_durables(client: FloeClient, wanted: WantedMessages) -> list[str]:
@@ -211,9 +214,9 @@ async def _delete(client: FloeClient, wanted: WantedMessages, names: list[str]) 
         await delete_consumer(client, wanted.stream, name)
 
 
-async def create_durable(client: FloeClient, wanted: WantedMessages, description: str = DESCRIPTION) -> ConsumerInfo:
-    """Create a durable, beside others. Raises as `open_consumer`."""
-    config = durable(wanted, client.server_version, description)
+async def create_durable(client: FloeClient, wanted: WantedMessages, **changes: str) -> ConsumerInfo:
+    """Create a durable, beside others, with `changes` of its configuration. Raises as `open_consumer`."""
+    config = {**durable(wanted, client.server_version), **changes}
     try:
         consumer = await create_consumer(client, wanted.stream, config)
     except ApiError as error:

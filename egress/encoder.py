@@ -17,8 +17,7 @@ from common.archive.writer import SegmentWriter, SpooledSegment
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
-from common.nats.api import STREAM_NOT_FOUND, missing_sequences
-from common.nats.durables import LIMITS
+from common.nats.api import LIMITS, STREAM_NOT_FOUND, missing_sequences
 from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 from common.tasks import Stop

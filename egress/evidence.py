@@ -18,9 +18,8 @@ from common.chain import Chain
 from common.clock import parse_time
 from common.errors import DataError, FloeError, Unavailable
 from common.logs import get_logger
-from common.nats.api import StreamInfo, next_message, ready_stream_info, stream_info
+from common.nats.api import LIMITS, WORK_QUEUE, StreamInfo, next_message, ready_stream_info, stream_info
 from common.nats.client import FloeClient
-from common.nats.durables import LIMITS, WORK_QUEUE
 from common.nats.pull import get_message
 from common.sequences import SequenceRange, Stretch, choose_segment, cover, preference
 from egress.archive import Archive

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import FloeError, Stopped
-from common.nats.api import StreamInfo, consumer_names, stream_info
+from common.nats.api import INTEREST, LIMITS, StreamInfo, consumer_names, stream_info
 from common.nats.buckets import open_leases, open_state
 from common.nats.client import FloeClient
-from common.nats.durables import INTEREST, LIMITS
 from common.nats.lease import new_owner
 from common.settings.root import Settings
 from egress.account import all_feeds

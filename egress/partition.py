@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.chain import Chain
 from common.errors import ConfigError, DataError, UsageError
 from common.exits import config_source
-from common.nats.durables import durable_name_prefix, name_hash
+from common.nats.api import durable_name_prefix, name_hash
 from common.nats.kv import state_key
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings

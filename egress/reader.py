@@ -24,9 +24,8 @@ from common.errors import FloeError, Stopped, Unavailable, UnexpectedError
 from common.exits import choices
 from common.logs import get_logger
 from common.nats import protocol
-from common.nats.api import ConsumerInfo, StreamInfo, delete_consumer, stream_info
+from common.nats.api import INTEREST, ConsumerInfo, StreamInfo, delete_consumer, stream_info
 from common.nats.client import RawSubscription, frame
-from common.nats.durables import INTEREST
 from common.nats.protocol import ConsumerError, IdleHeartbeat, ParsedReplies, PullEnd, parse_replies, parse_status
 from common.sequences import SequenceRange
 from common.settings.types import size_words

@@ -20,8 +20,7 @@ from common.chain import Chain
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
 from common.logs import get_logger
-from common.nats.api import StreamInfo, consumer_names, delete_consumer, stream_info
-from common.nats.durables import INTEREST, WORK_QUEUE
+from common.nats.api import INTEREST, WORK_QUEUE, StreamInfo, consumer_names, delete_consumer, stream_info
 from common.nats.lease import Lease
 from common.settings.egress import FeedSettings, PartitionSettings
 from common.tasks import Stop

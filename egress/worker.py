@@ -13,7 +13,7 @@ from typing import Any
 from common.clock import Backoff
 from common.errors import FloeError, LeaseLost, Stopped, Unavailable
 from common.logs import get_logger
-from common.nats.durables import LIMITS
+from common.nats.api import LIMITS
 from common.nats.lease import Lease
 from common.tasks import Stop, StopReason, cancel, raise_fatal, restart_on_error, run_until_stopped, spawn, wait_for
 from egress.acks import ReaderResetError

@@ -35,7 +35,7 @@ from common.clock import NS_PER_S, Backoff, doubling_delays, format_time, parse_
 from common.errors import DataError, Stopped, Unavailable, UsageError
 from common.exits import choices, floe_command
 from common.hints import name_argument, verify_command
-from common.nats.durables import WORK_QUEUE
+from common.nats.api import WORK_QUEUE
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.service.process import ThreadPool
 from common.service.progress import format_share

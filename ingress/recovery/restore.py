@@ -24,10 +24,9 @@ from common.clock import NS_PER_S, Backoff, doubling_delays, format_time
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices
 from common.failpoints import failpoint
-from common.nats.api import StreamInfo, create_consumer
+from common.nats.api import INTEREST, StreamInfo, create_consumer, durable_config, durable_name_prefix
 from common.nats.buckets import open_leases, optional_leases
 from common.nats.client import FloeClient, connect
-from common.nats.durables import INTEREST, durable_config, durable_name_prefix
 from common.nats.lease import new_owner
 from common.nats.requests import ApiError
 from common.nats.restore_upload import ArchiveUpload

@@ -22,8 +22,7 @@ from msgspec.structs import replace
 from common.archive.captures import CapturedConsumer, CapturedConsumers
 from common.archive.columns import row_sizes, subject_bytes
 from common.clock import format_time
-from common.nats.api import RESTORE_PREFIX
-from common.nats.durables import INTEREST
+from common.nats.api import INTEREST, RESTORE_PREFIX
 from common.settings.types import format_count
 
 UInt64Array = npt.NDArray[np.uint64]

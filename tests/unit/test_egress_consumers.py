@@ -10,8 +10,7 @@ import pytest
 from common.archive.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions
 from common.clock import NS_PER_S
 from common.errors import DataError, OutcomeUnknown, Refused
-from common.nats.api import ConsumerInfo, StreamInfo
-from common.nats.durables import ACK_WAIT_S
+from common.nats.api import ACK_WAIT_S, ConsumerInfo, StreamInfo
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
