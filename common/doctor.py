@@ -27,7 +27,7 @@ from common.archive.keys import Layout, configured_feeds, encode
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.nats.context import apply_context
+from common.nats.credentials import apply_context
 from common.nats.requests import NO_RESPONDERS_CODE, ApiError
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.objects.port import (

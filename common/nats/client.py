@@ -29,7 +29,6 @@ from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
 from common.logs import get_logger
 from common.metrics import counter, gauge
 from common.nats import credentials
-from common.nats.context import apply_context
 from common.nats.credentials import Credential, error_text
 from common.nats.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.nats.requests import NO_RESPONDERS_CODE, ApiError, PendingRequests, RawAnswer, api_answer
@@ -68,7 +67,7 @@ async def connect(
     `name`: the name that the server shows for this connection. Raises Unavailable if no server answers in time, Refused
     if the credential or certificate is refused, ConfigError for TLS that cannot work and for a server without headers.
     """
-    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), apply_context(settings)
+    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), credentials.apply_context(settings)
     auth = credentials.load_credential(settings, clock)
     if settings.tls.files.ca or settings.tls.files.cert:  # otherwise there is nothing to check, and it costs 50 ms
         credentials.tls_context(settings)

@@ -11,7 +11,7 @@ import yaml
 from common.errors import ConfigError
 from common.nats.api import create_stream, stream_info
 from common.nats.client import FloeClient, connect
-from common.nats.context import apply_context
+from common.nats.credentials import apply_context
 from common.nats.kv import KeyValue
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer

@@ -11,8 +11,7 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ConfigError, Refused
-from common.nats.context import apply_context
-from common.nats.credentials import load_credential, tls_context
+from common.nats.credentials import apply_context, load_credential, tls_context
 from common.objects.open import open_objects
 from common.observe.monitor import Health, Monitor
 from common.settings.loader import load, load_document, parse, parse_documents
