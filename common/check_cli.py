@@ -218,8 +218,7 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
 
     `warning`, `critical`: seconds since the last heartbeat of egress for a chain.
     """
-    from common.archive.catalog import select_chains
-    from common.archive.keys import configured_feeds, parse_chain_name
+    from common.archive.catalog import configured_feeds, parse_chain_name, select_chains
     from common.observe.observation import Observation
     from common.open import open_for_view
 

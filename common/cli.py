@@ -416,22 +416,17 @@ class ChainSelector:
         unless all parts are named and one of the two has the chain. Raises UsageError if there is no such chain, and if
         the target is not at the newest incarnation yet.
         """
-        from common.archive.catalog import match_chains
-        from common.archive.keys import configured_feeds, resolve_chain
+        from common.archive.catalog import ChainName, configured_feeds, match_chains, resolve_chain
         from common.open import open_for_view
 
-        site, feed = self.site, self.feed
+        name = ChainName(self.site, self.feed, self.incarnation, self.partition)
         if self.incarnation is not None and self.partition is not None:
-            named = Chain(site, feed, self.incarnation, self.partition)
+            named = Chain(self.site, self.feed, self.incarnation, self.partition)
             if named in tracked or named in delivered:
                 return named
         feeds, others = configured_feeds(settings), {*tracked, *delivered}
-        found = match_chains(
-            open_for_view(settings)[1],
-            site,
-            feed,
-            lambda known: resolve_chain({*known, *others}, feeds, site, feed, self.incarnation, self.partition),
-        )
+        chains = open_for_view(settings)[1]
+        found = match_chains(chains, name, lambda known: resolve_chain({*known, *others}, feeds, name))
         self._refuse_ambiguous(found, delivered)
         return found
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from common.archive.keys import Layout, configured_feeds, encode
+from common.archive.catalog import configured_feeds
+from common.archive.keys import Layout, encode
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable

@@ -18,11 +18,19 @@ import click
 from msgspec import structs
 
 from common.archive.captures import CapturedConsumer, CapturedConsumers, CaptureStore
-from common.archive.catalog import chain_ends, find_chain, find_incarnation, first_sequence, select_chains, span
+from common.archive.catalog import (
+    chain_ends,
+    configured_feeds,
+    find_chain,
+    find_incarnation,
+    first_sequence,
+    parse_chain_name,
+    select_chains,
+    span,
+)
 from common.archive.columns import is_text, messages
 from common.archive.documents import ChainStore, CompactionRun, run_of
 from common.archive.guard import SegmentGone
-from common.archive.keys import configured_feeds, parse_chain_name
 from common.archive.scan import ChainArchive, Hole, Problem, Scan
 from common.archive.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.archive.store import SegmentStore, quarantine
@@ -288,7 +296,7 @@ def cat(
     problems, is_damaged = list[Problem](), False
     whole = within and (span(archive.refs) if ref or from_sequence else _range_of(chains, archive))
     form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(format_message, width=terminal_width())
-    is_feed = ref is None and parse_chain_name(what)[2] is None
+    is_feed = ref is None and parse_chain_name(what).incarnation is None
     before = _earlier_parts(store, chains, chain, (from_sequence, to_sequence), bounds) if is_feed else []
     with suppress(KeyboardInterrupt) if follow else nullcontext():
         limit = _print(chains, before, subjects, limit, form, problems)

@@ -82,14 +82,13 @@ def compact(
     if dry_run and textfile:
         raise UsageError("expected --dry-run or --metrics-textfile, found both: a dry run has no metrics")
     check_textfile(textfile)
-    from common.archive.catalog import select_chains
-    from common.archive.keys import configured_feeds, parse_chain_name
+    from common.archive.catalog import ChainName, configured_feeds, parse_chain_name, select_chains
     from compaction import report
     from compaction.jobs import default_jobs
     from compaction.run import Selection
     from compaction.spark import require_spark, with_engine
 
-    site, feed, incarnation, partition = (None,) * 4 if what is None else parse_chain_name(what)
+    site, feed, incarnation, partition = ChainName() if what is None else parse_chain_name(what)
     with _Metrics(textfile, SystemClock()) as metrics:
         settings = with_engine(load_settings(config, quiet=True), master, engine)
         if jobs and settings.compaction.engine != "local":
@@ -144,9 +143,8 @@ def verify(
       floe segments verify -c central.yaml us-east/NODES --deep
       floe segments verify -c central.yaml --deep --since-last
     """
-    from common.archive.catalog import select_chains
+    from common.archive.catalog import configured_feeds, select_chains
     from common.archive.checks import find_foreign_keys
-    from common.archive.keys import configured_feeds
     from compaction import report
     from compaction.sign_off import SignOffStore
     from compaction.spark import spark_until_stopped, with_engine

@@ -103,10 +103,9 @@ def _updated_report(
 
 def _selected(settings: Settings, what: str | None) -> tuple[list[Chain], str]:
     """Return the selected chains, and a name for them. Raises UsageError for a site or feed that does not exist."""
-    from common.archive.catalog import select_chains
-    from common.archive.keys import configured_feeds, parse_chain_name
+    from common.archive.catalog import ChainName, configured_feeds, parse_chain_name, select_chains
 
-    site, feed, *history = (None, None) if what is None else parse_chain_name(what)
+    site, feed, *history = ChainName() if what is None else parse_chain_name(what)
     if any(part is not None for part in history):
         raise UsageError(f"{what}: expected SITE[/FEED], found a chain", hint="a report is about whole feeds")
     documents, site = open_chains(settings), site or settings.site or None

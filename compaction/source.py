@@ -142,7 +142,7 @@ def make_frame(spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: 
     there if it comes with an archive.
     """
     rows, own, names = SequenceRange(1, MAX_SEQUENCE), spark.settings, tuple(columns)
-    options = ReadOptions(own.store, own.spool_dir, (None,) * 4, rows, names, headers_parsed=False, is_by_segment=True)
+    options = ReadOptions(own.store, own.spool_dir, ChainName(), rows, names, headers_parsed=False, is_by_segment=True)
     task = make_task(pickle.dumps((options, list(stretches))), version(), work=f"{__name__}:read_parts")
     numbers = spark.session().range(0, len(stretches), 1, max(1, len(stretches)))
     return numbers.mapInArrow(task, _schema(options))

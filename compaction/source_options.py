@@ -7,10 +7,10 @@ from typing import Any
 import pyarrow as pa
 from pydantic import ValidationError
 
-from common.archive.catalog import match_chains
+from common.archive.catalog import ChainName, FeedId, configured_feeds, filter_chains, match_chains
 from common.archive.columns import SCHEMA
 from common.archive.documents import ChainStore
-from common.archive.keys import MAX_LEVEL, FeedId, configured_feeds, filter_chains
+from common.archive.keys import MAX_LEVEL
 from common.archive.reader import RowFilter
 from common.archive.times import SKEW_MARGIN_NS
 from common.chain import Chain
@@ -94,7 +94,7 @@ class StreamOptions:
 class ReadOptions:
     """Selection and columns of a read.
 
-    `chain`: site, feed, incarnation and partition; each that is None is a column. `rows`: of every chain. `columns`:
+    `chain`: each part that is None is a column. `rows`: of every chain. `columns`:
     None for all. `is_by_segment`: segments are read as they are instead of the cover, with the rows that others have of
     their unread sequences, and with their place as a column. `level`: only its segments, None for the cover over all.
     `row_filter`: rows by time and subject; `margin_ns`: the time by which a message may be earlier than one before it.
@@ -104,7 +104,7 @@ class ReadOptions:
 
     store: StoreSettings
     spool_dir: str
-    chain: tuple[str | None, str | None, int | None, int | None]
+    chain: ChainName
     rows: SequenceRange
     columns: tuple[str, ...] | None
     headers_parsed: bool
@@ -124,7 +124,7 @@ class ReadOptions:
 
     def selected(self, chains: ChainStore) -> list[Chain]:
         """Return the selected chains. Raises UsageError if there are no chains of the given names."""
-        return match_chains(chains, *self.chain[:2], lambda known: filter_chains(known, self.feeds, *self.chain))
+        return match_chains(chains, self.chain, lambda known: filter_chains(known, self.feeds, self.chain))
 
     def schema(self) -> pa.Schema:
         fields = [field for field, part in zip(CHAIN_FIELDS, self.chain, strict=True) if part is None]
@@ -150,7 +150,7 @@ def parse_options(options: Mapping[str, str], now: float) -> ReadOptions:
     parsed = ReadOptions(
         store=store,
         spool_dir=spool_dir,
-        chain=(given.get("site"), given.get("feed"), incarnation, partition),
+        chain=ChainName(given.get("site"), given.get("feed"), incarnation, partition),
         rows=_rows(given),
         columns=tuple(columns) or None,
         headers_parsed=_flag(given, "headers_parsed"),

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from common.archive.keys import parse_chain_name
+from common.archive.catalog import parse_chain_name
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import Unavailable, UsageError

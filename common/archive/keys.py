@@ -1,4 +1,4 @@
-"""Keys of the objects in a bucket: formatting and parsing, and the lookup of chains by name.
+"""Keys of the objects in a bucket: formatting and parsing.
 
     {chain} = site={site}/feed={feed}/incarnation={k:04d}/partition={n}
 
@@ -19,25 +19,18 @@
 
 The end of the coverage comes first in a segment's name, so a listing with `start_after(position)` returns
 exactly the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
-
-An operator's name of a chain is looked up among the existing chains. An unknown name is an error that lists the
-existing ones: otherwise a typing error would look like an empty archive. Only a feed of the configuration may be named
-before anything of it is archived. If one chain is wanted, that of the newest incarnation is meant.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from common.chain import CHAIN_FORM, SITE_PATTERN, Chain, parse_chain_parts
+from common.chain import SITE_PATTERN, Chain
 from common.clock import NS_PER_S, format_time
-from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 MAX_LEVEL = 9
@@ -447,120 +440,3 @@ def _parse_chain(encoded_site: str, encoded_feed: str, incarnation: str, partiti
         return Chain(site, feed, int(incarnation), int(partition))
     except ValueError:
         return None
-
-
-if TYPE_CHECKING:
-    from common.settings.root import Settings
-
-FeedId = tuple[str, str]  # site, feed
-
-MAX_LISTED_NAMES = 20  # in the text of one error
-
-
-def configured_feeds(settings: Settings) -> frozenset[FeedId]:
-    own = {(settings.site, feed.name) for feed in settings.egress.feeds}
-    received = {pair for t in settings.ingress.targets for source in t.sources for pair in source.site_feed_pairs()}
-    return frozenset(own | received)
-
-
-def filter_chains(
-    known: Collection[Chain],
-    feeds: Collection[FeedId],
-    site: str | None,
-    feed: str | None = None,
-    incarnation: int | None = None,
-    partition: int | None = None,
-) -> list[Chain]:
-    """Return those of `known` that the parts name, None means all; empty if only `feeds`, of the configuration, has it.
-
-    Raises UsageError with the names that exist.
-    """
-    wanted = (site, feed, incarnation, partition)
-    found = sorted(c for c in known if _is_match((c.site, c.feed, c.incarnation, c.partition), wanted))
-    if found or wanted == (None, None, None, None):
-        return found
-    of_feed = [c for c in known if _is_match((c.site, c.feed), (site, feed))]
-    if of_feed:
-        raise _no_such_chain(of_feed, incarnation, partition)
-    if any(_is_match(pair, (site, feed)) for pair in feeds):
-        return []
-    raise unknown_name_error({*feeds, *((c.site, c.feed) for c in known)}, site, feed)
-
-
-def resolve_chain(
-    known: Collection[Chain],
-    feeds: Collection[FeedId],
-    site: str,
-    feed: str,
-    incarnation: int | None = None,
-    partition: int | None = None,
-) -> Chain:
-    """Return the one chain that is meant: the newest incarnation and the only partition, if they are not named.
-
-    Raises UsageError as `filter_chains`, and if several partitions match.
-    """
-    if not (there := filter_chains(known, feeds, site, feed, incarnation)):
-        return Chain(site, feed, incarnation or 0, partition or 0)
-    newest = max(chain.incarnation for chain in there)
-    found = filter_chains(known, feeds, site, feed, newest, partition)
-    if len(found) > 1:
-        raise UsageError(
-            f"{site}/{feed}: expected one chain, found partitions {_name_list(str(c.partition) for c in found)}",
-            hint=f"name the partition, such as {found[-1]}",
-        )
-    return found[0]
-
-
-def parse_chain_name(text: str) -> tuple[str, str | None, int | None, int | None]:
-    """Return the parts of `SITE[/FEED[/INCARNATION[/PARTITION]]]`, None for those not named. Raises UsageError."""
-    try:
-        return parse_chain_parts(text)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def parse_chain_of_feed(text: str) -> tuple[str, str, int | None, int | None]:
-    """Return the same as `parse_chain_name`, but require the feed."""
-    site, feed, incarnation, partition = parse_chain_name(text)
-    if feed is None:
-        raise UsageError(f"chain {text!r:.80}: expected {CHAIN_FORM}")
-    return site, feed, incarnation, partition
-
-
-def unknown_name_error(pairs: Collection[FeedId], site: str | None, feed: str | None) -> UsageError:
-    if feed is None:
-        found, names, what = str(site), {each for each, _ in pairs}, "site"
-    elif site is None:
-        found, names, what = feed, {each for _, each in pairs}, "feed"
-    else:
-        found, names, what = f"{site}/{feed}", {"/".join(pair) for pair in pairs}, "feed"
-    return UsageError(
-        f"{found}: expected a {what} of the archive or the configuration, found none of that name",
-        hint=suggestion(found, names),
-    )
-
-
-def suggestion(found: str, names: Iterable[str]) -> str:
-    there = sorted(names)
-    close = difflib.get_close_matches(found, there, n=1)
-    meant = f"did you mean {close[0]}? " if close else ""
-    return f"{meant}there are {_name_list(there)}" if there else "there are none"
-
-
-def _no_such_chain(of_feed: Sequence[Chain], incarnation: int | None, partition: int | None) -> UsageError:
-    wanted = [] if incarnation is None else [f"incarnation {incarnation:04d}"]
-    wanted += [] if partition is None else [f"partition {partition}"]
-    return UsageError(
-        f"{' '.join(wanted)}: expected an existing one, found none of that number",
-        hint=f"there are {_name_list(sorted({str(chain) for chain in of_feed}))}",
-    )
-
-
-def _is_match(found: tuple[object, ...], wanted: tuple[object, ...]) -> bool:
-    return all(w in (None, f) for f, w in zip(found, wanted, strict=True))
-
-
-def _name_list(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - MAX_LISTED_NAMES} more" if len(listed) > MAX_LISTED_NAMES else ""
-    return ", ".join(listed[:MAX_LISTED_NAMES]) + more

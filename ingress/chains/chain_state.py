@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from common.archive import documents
-from common.archive.keys import FeedId
+from common.archive.catalog import FeedId
 from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import ConfigError, FloeError, Stopped

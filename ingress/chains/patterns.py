@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
-from common.archive.keys import FeedId
+from common.archive.catalog import FeedId
 from common.chain import Chain
 from common.logs import get_logger
 from common.settings.ingress import SourceSettings, TargetSettings

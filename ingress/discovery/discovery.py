@@ -18,8 +18,8 @@ from contextlib import suppress
 from functools import partial
 from weakref import WeakSet
 
+from common.archive.catalog import FeedId, suggestion
 from common.archive.documents import ChainStore, KnownTail
-from common.archive.keys import FeedId, suggestion
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, Refused

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from common import cli
-from common.archive.keys import suggestion
+from common.archive.catalog import suggestion
 from common.audit import decide, decide_blocking, decision_command, given_note, operator_name
 from common.errors import DataError, Stopped, UsageError
 from common.exits import report_error

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from msgspec import structs
 
-from common.archive.catalog import ranges_after_end, replay_command
+from common.archive.catalog import FeedId, ranges_after_end, replay_command, suggestion
 from common.archive.checks import find_foreign_keys
 from common.archive.documents import ChainStore, TargetPositions
 from common.archive.heartbeats import (
@@ -21,7 +21,6 @@ from common.archive.heartbeats import (
     StoredHeartbeat,
     newest_by_partition,
 )
-from common.archive.keys import FeedId, suggestion
 from common.archive.scan import ChainArchive
 from common.archive.store import SegmentStore
 from common.chain import Chain

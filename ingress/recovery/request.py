@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from common.archive.catalog import unknown_name_error
 from common.archive.documents import HOLE_HINT, ChainStore, accept_command
-from common.archive.keys import unknown_name_error
 from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
