@@ -149,9 +149,8 @@ class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
         if not isinstance(name := self.config.get("name") or self.config.get("durable_name"), str):
             raise ValueError(f"config: expected the name of the consumer, found {name!r:.60}")
         check_config(self.config)
-        for field in ("delivered_consumer", "delivered_stream", "ack_floor_consumer", "ack_floor_stream"):
-            expect_range(field, getattr(self, field), 0, MAX_SEQUENCE)
-        for field in ("ack_pending", "redelivered"):
+        sequences = ("delivered_consumer", "delivered_stream", "ack_floor_consumer", "ack_floor_stream")
+        for field in (*sequences, "ack_pending", "redelivered"):
             expect_range(field, getattr(self, field), 0, MAX_SEQUENCE)
 
     @property

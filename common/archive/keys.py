@@ -48,9 +48,7 @@ _LEVEL = re.compile(rf"{_CHAIN}/level=(?P<level>[0-9])")
 _SEGMENT = re.compile(rf"{_BOUNDS}-{_DIGEST}\.parquet")
 _CHAIN_DOCUMENT = re.compile(rf"_floe/{_CHAIN}/chain\.json")
 _STATE = re.compile(rf"_floe/{_CHAIN}/state/(?P<position>[0-9]{{20}})-{_DIGEST}")
-_CAPTURE = re.compile(
-    rf"_floe/{_INCARNATION}/(?P<kind>config|consumers|deletions|restored)/(?P<end>[0-9]{{20}})-{_DIGEST}\.json"
-)
+_CAPTURE = re.compile(rf"_floe/{_INCARNATION}/(?P<kind>{'|'.join(CAPTURES)})/(?P<end>[0-9]{{20}})-{_DIGEST}\.json")
 _TOMBSTONE = re.compile(rf"_floe/tombstones/{_CHAIN}/{_BOUNDS}-{_DIGEST}\.json")
 _CHAIN_OBJECT = re.compile(
     rf"_floe/{_INCARNATION}/(?:stream\.json|{_PARTITION}/(?:chain\.json|floor\.json|gaps/{_BOUNDS}\.json))"
