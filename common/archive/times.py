@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,25 +80,20 @@ class Timeline:
         return start if least >= moment_ns and start < stretch.rows.first else found
 
     def last_timed_stretch(self, upto: int) -> tuple[Stretch[SegmentRef], tuple[int, int]] | None:
-        """Return the last stretch of the cover up to sequence `upto` that holds times, and these; None if none does."""
+        """Return the last stretch of the cover up to sequence `upto` that holds times, and its least and greatest (ns);
+        None if none does. A damaged segment holds none.
+        """
         refs = list(self._usable)
         while found := cover(refs, self._first, upto)[-1:]:
-            if (times := self.times_or_none(found[0].segment)) is not None:
-                return found[0], times
+            with suppress(UnreadableSegment):
+                if (times := self._times_of(found[0].segment)) is not None:
+                    return found[0], (times.first, times.last)
             refs.remove(found[0].segment)
         return None
 
     @property
     def next_position(self) -> int:
         return max((ref.coverage.last + 1 for ref in self._usable), default=self._first)
-
-    def times_or_none(self, ref: SegmentRef) -> tuple[int, int] | None:
-        """Return the least and the greatest timestamp (ns) in a segment; None if it holds no times or is damaged."""
-        try:
-            times = self._times_of(ref)
-        except UnreadableSegment:
-            return None
-        return None if times is None else (times.first, times.last)
 
     def between(
         self, begin: int | None, end: int | None, last: int = MAX_SEQUENCE, margin_ns: int = SKEW_MARGIN_NS
