@@ -14,7 +14,7 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from heapq import nsmallest
 from io import BufferedIOBase
 from itertools import islice
@@ -152,11 +152,6 @@ def link_or_rename(new: Path, path: Path) -> None:
         new.replace(path)
 
 
-def _open_file(path: Path) -> BufferedIOBase:
-    """Open a path that was a regular file a moment ago; do not follow a link, and do not wait for a pipe."""
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
-
-
 @contextmanager
 def replace_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new file that replaces `path` at the end of the block, atomically and durably, unless the block raises.
@@ -231,23 +226,21 @@ class LocalObjects:
 
     @measure_call("get")
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
-        with self._open_for_reading("get", key) as file:
-            if file is None:
-                return None
-            with self._translate_errors("get", key):
-                file.seek(first)
-                return file.read(-1 if length is None else length)
+        if (file := self._open("get", key)) is None:
+            return None
+        with file, self._translate_errors("get", key):
+            file.seek(first)
+            return file.read(-1 if length is None else length)
 
     @measure_call("get")
     def download(self, key: str, path: Path) -> bool:
-        with self._open_for_reading("get", key) as file:
-            if file is None:
-                return False
-            # Unlike errors of the store, errors of `path` belong to the caller and pass unchanged.
-            with path.open("wb") as copy:
-                while chunk := self._read_chunk(key, file):
-                    copy.write(chunk)
-            return True
+        if (file := self._open("get", key)) is None:
+            return False
+        # Unlike errors of the store, errors of `path` belong to the caller and pass unchanged.
+        with file, path.open("wb") as copy:
+            while chunk := self._read_chunk(key, file):
+                copy.write(chunk)
+        return True
 
     @measure_call("put")
     def put(
@@ -278,12 +271,11 @@ class LocalObjects:
 
     @measure_call("head")
     def head(self, key: str) -> ObjectInfo | None:
-        with self._open_for_reading("head", key) as file:
-            if file is None:
-                return None
-            with self._translate_errors("head", key):
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
+        if (file := self._open("head", key)) is None:
+            return None
+        with file, self._translate_errors("head", key):
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
 
     def now(self, _prefix: str) -> float:
         """Return this host's time, which is also the time of the files."""
@@ -371,16 +363,14 @@ class LocalObjects:
             return status if stat.S_ISREG(status.st_mode) else None
         return None
 
-    @contextmanager
-    def _open_for_reading(self, verb: str, key: str) -> Iterator[BufferedIOBase | None]:
+    def _open(self, verb: str, key: str) -> BufferedIOBase | None:
         path = self._path(key)
-        file = None
         with self._translate_errors(verb, key), suppress(*_NOT_FOUND_ERRORS):
             self._check_root(key)
             if self._status(key) is not None:
-                file = _open_file(path)
-        with file or nullcontext():
-            yield file
+                # It was a regular file a moment ago: do not follow a link, and do not wait for a pipe.
+                return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        return None
 
     def _read_chunk(self, key: str, file: BufferedIOBase) -> bytes:
         with self._translate_errors("get", key):
