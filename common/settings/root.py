@@ -302,17 +302,14 @@ class Settings(Section):
             return
         for index, target in enumerate(self.ingress.targets):
             names = {target.stream, *(each.name for each in self.egress.feeds)}
-            own = [name for name in names if self._stream_of((self.site, name)) == target.stream]
+            feeds = filter(None, map(self.egress.feed_named, names))
+            # A pattern takes a target only as a relay.
+            own = [each.name for each in feeds if each.stream == target.stream and (each.relay or not each.streams)]
             for number, source in enumerate(target.sources):
                 if any(source.matches(self.site, name) for name in own):
                     key = f"ingress.targets.{index}.sources.{number}"
                     reason = f"expected a stream other than the target, found {target.stream} archived by egress"
                     yield key, reason
-
-    def _stream_of(self, pair: tuple[str, str]) -> str:
-        """Return the stream of a feed of this site; empty for other feeds. A pattern takes a target only as a relay."""
-        feed = self.egress.feed_named(pair[1]) if pair[0] == self.site else None
-        return "" if feed is None or (feed.streams and not feed.relay) else feed.stream
 
 
 def _with_nats(nats: Any, role: Any) -> Any:
