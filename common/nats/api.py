@@ -195,9 +195,12 @@ async def next_message(client: FloeClient, stream: str, sequence: int, filter_su
     return await query_message(client, stream, request)
 
 
-async def query_message(client: FloeClient, stream: str, request: dict[str, Any]) -> Message | None:
-    """Return the message that a STREAM.MSG.GET request names, or None if there is no such message."""
-    answer = await query_or_none(client, f"STREAM.MSG.GET.{check_token(stream)}", MESSAGE_NOT_FOUND, request=request)
+async def query_message(client: FloeClient, stream: str, request: dict[str, Any], *not_found: int) -> Message | None:
+    """Return the message that a STREAM.MSG.GET request names; None if there is no such message, or if JetStream answers
+    with one of the error codes `not_found`.
+    """
+    call = f"STREAM.MSG.GET.{check_token(stream)}"
+    answer = await query_or_none(client, call, MESSAGE_NOT_FOUND, *not_found, request=request)
     return None if answer is None else stored_message(answer)
 
 

@@ -20,10 +20,9 @@ from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, OtherWriter, Stopped
 from common.exits import choices
 from common.hints import checkpoint_command
-from common.nats.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, query, ready_stream_info, stored_message
+from common.nats.api import STREAM_NOT_FOUND, query_message, ready_stream_info
 from common.nats.client import FloeClient
 from common.nats.headers import split_provenance
-from common.nats.requests import ApiError
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, LastMessage, TargetState
 
 
@@ -422,12 +421,7 @@ async def _read_origin(client: FloeClient, stream: str, sequence: int) -> Origin
 
 async def _message(client: FloeClient, stream: str, sequence: int) -> Message | None:
     """Read a message; None if it is gone. Its subject is for people only: the JSON cannot represent every subject."""
-    try:
-        return stored_message(await query(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
-    except ApiError as error:
-        if error.err_code not in (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND):
-            raise
-        return None
+    return await query_message(client, stream, {"seq": sequence}, STREAM_NOT_FOUND)
 
 
 def origin_of(headers: bytes | None) -> Origin | NoOrigin:
