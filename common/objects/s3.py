@@ -459,11 +459,7 @@ class S3Objects:
                 if status_of(error.response) == 416:  # the object ends before the range begins
                     return AnswerBody(io.BytesIO(), 0)
                 raise
-        return AnswerBody.open(answer, wanted, lambda: self._size(key))
-
-    def _size(self, key: str) -> int | None:
-        info = self.head(key)
-        return info.size if info else None
+        return AnswerBody.open(answer, wanted, lambda: info.size if (info := self.head(key)) else None)
 
     def _exists(self, key: str) -> bool:
         if body := self._open(key, ByteRange(0, 1)):
