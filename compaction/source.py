@@ -40,6 +40,7 @@ from common.archive.segment import SegmentRef
 from common.archive.store import SegmentGone, SegmentStore
 from common.archive.times import Timeline
 from common.archive.unread import open_stretch
+from common.archive.catalog import ChainName
 from common.chain import Chain
 from common.clock import SystemClock
 from common.metrics import version
