@@ -35,7 +35,7 @@ from common.exits import floe_command
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectInfo, ObjectStore, sha256_of
-from common.sequences import MAX_SEQUENCE, SequenceRange
+from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.subjects import name_matches
 
 log = get_logger(__name__)
@@ -418,12 +418,9 @@ def filled_hole_remedies(chain: Chain, rows: SequenceRange) -> str:
 
 def accepted_part(hole: SequenceRange, gaps: Iterable[SequenceRange]) -> SequenceRange | None:
     """Return the first part of `hole` that `gaps` account for without a break; None if they lack its first sequence."""
-    reach = hole.first - 1
-    for gap in sorted(gaps):
-        if gap.first > reach + 1:
-            break
-        reach = max(reach, gap.last)
-    return SequenceRange(hole.first, min(reach, hole.last)) if reach >= hole.first else None
+    missing = holes(gaps, hole)
+    last = missing[0].first - 1 if missing else hole.last
+    return SequenceRange(hole.first, last) if last >= hole.first else None
 
 
 _SAMPLING = "sampling"
