@@ -423,9 +423,6 @@ def accepted_part(hole: SequenceRange, gaps: Iterable[SequenceRange]) -> Sequenc
     return SequenceRange(hole.first, last) if last >= hole.first else None
 
 
-_SAMPLING = "sampling"
-
-
 @dataclass(frozen=True, slots=True)
 class SnapshotRef:
     """A snapshot in the store.
@@ -461,16 +458,6 @@ def list_snapshots(objects: ObjectStore, layout: Layout, chain: Chain) -> list[S
     """List the snapshots of a chain, newest first. Foreign keys are skipped. Raises the errors of the store."""
     listed = list_named(objects, layout.states_prefix(chain), layout.parse_state)
     return sorted((SnapshotRef(name, info.key, info.size, info.modified) for name, info in listed), key=newest_first)
-
-
-def snapshot_metadata(sampling_digest: str, sha256: str) -> dict[str, str]:
-    """Return the object metadata of a snapshot, readable without opening it. Only a hint: its content counts."""
-    return {"format": "1", _SAMPLING: sampling_digest, "sha256": sha256}
-
-
-def sampling_digest_of(metadata: Mapping[str, str]) -> str:
-    """Return the digest of the settings with which the snapshot was made; empty if the metadata lack it."""
-    return metadata.get(_SAMPLING, "")
 
 
 MAX_POSITIONS_BYTES = 8 * 1024 * 1024  # about 100,000 chains

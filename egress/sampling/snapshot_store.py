@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.archive.documents import SnapshotRef, list_snapshots, newest_first, sampling_digest_of, snapshot_metadata
+from common.archive.documents import SnapshotRef, list_snapshots, newest_first
 from common.archive.keys import DIGEST_LENGTH, StateName
 from common.archive.store import SegmentStore
 from common.archive.writer import spool_errors
@@ -29,11 +29,10 @@ from egress.sampling.snapshot import Snapshot, decode, encode
 log = get_logger(__name__)
 
 
-__all__ = ["SnapshotRef", "SnapshotStore"]
-
-
 # A larger object is not read. 1,000,000 values of the greatest length allowed stay below this.
 MAX_SNAPSHOT_BYTES = 1 << 30
+# The key of the settings' digest in the object metadata, read without opening the object: a hint, the content counts.
+_SAMPLING = "sampling"
 READ_RETRY_PAUSES_S = (0.1, 0.5)  # seconds before a snapshot that arrived damaged is read again
 
 
@@ -57,7 +56,7 @@ class SnapshotStore:
         A hint that saves reading a snapshot of other settings.
         """
         info = self._objects.head(ref.key)
-        return "" if info is None else sampling_digest_of(info.metadata)
+        return "" if info is None else info.metadata.get(_SAMPLING, "")
 
     def read(self, ref: SnapshotRef) -> Snapshot:
         """Read a snapshot. Raises DataError (E-SNAPSHOT) if it is gone, too large, or does not match its name."""
@@ -98,7 +97,7 @@ class SnapshotStore:
         sha256 = sha256_of(body)
         name = StateName(self.chain, position, sha256[:DIGEST_LENGTH])
         ref = SnapshotRef(name, self._store.layout.state(name), body_size(body), 0.0)
-        metadata = snapshot_metadata(sampling_digest, sha256)
+        metadata = {"format": "1", _SAMPLING: sampling_digest, "sha256": sha256}
         info = self._store.put_verified(ref, body, metadata, point="egress.snapshot_")
         return replace(ref, modified=info.modified)
 
