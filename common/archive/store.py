@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import hashlib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from common.archive.keys import MAX_LEVEL, Layout
 from common.archive.reader import Admit, SegmentReader, admit_all, open_file
 from common.archive.segment import Footer, SegmentRef, Tip
 from common.archive.table import SegmentTable
-from common.archive.writer import Spool, SpooledSegment, hash_file, spool_errors
+from common.archive.writer import Spool, SpooledSegment, spool_errors
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import DataError, OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
@@ -38,7 +37,7 @@ from common.failpoints import failpoint
 from common.logs import get_logger
 from common.metrics import counter
 from common.objects.open import is_verifying
-from common.objects.port import ChecksumMismatch, ClassingStore, ConditionalPutRefused, ObjectInfo, ObjectStore
+from common.objects.port import ChecksumMismatch, ClassingStore, ObjectInfo, ObjectStore, body_size, put_new, sha256_of
 from common.sequences import SequenceRange, cover, holes
 
 log = get_logger(__name__)
@@ -115,13 +114,6 @@ _bad_read_backs = counter("segment_read_back_failures", "Puts that did not read 
 LIST_PAGE_SEGMENTS = 1000  # segments of one listing
 TABLE_PAGE_SEGMENTS = 5000  # the same if all are wanted: a folder is read again for each page
 PUT_RETRY_S = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
-
-
-def _put_new(objects: ObjectStore, key: str, body: Path | bytes, *, sha256: str, metadata: Mapping[str, str]) -> None:
-    try:
-        objects.put_if_absent(key, body, sha256=sha256, metadata=metadata)
-    except ConditionalPutRefused:  # the name holds the digest: another writer puts the same content
-        objects.put(key, body, sha256=sha256, metadata=metadata)
 
 
 class SegmentStore:
@@ -261,7 +253,7 @@ class SegmentStore:
         kind, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
         objects = self._objects_of(ref)
         for number, pause in enumerate((*PUT_RETRY_S, 0.0)):
-            put = objects.put if number else partial(_put_new, objects)
+            put = objects.put if number else partial(put_new, objects)
             cause: OutcomeUnknown | None = None
             failpoint(f"{point}put")
             try:
@@ -313,7 +305,7 @@ class SegmentStore:
     def _stored_sha256(self, ref: SegmentRef | SnapshotRef) -> str | None:
         """Return 64 hex digits; None if there is no such object."""
         with self._download(ref) as path:
-            return hash_file(path)[1] if path else None
+            return sha256_of(path) if path else None
 
     @contextmanager
     def _download(self, ref: SegmentRef | SnapshotRef) -> Iterator[Path | None]:
@@ -358,8 +350,7 @@ class SegmentStore:
         """Open `source`, the fetched bytes, None if there is no such object, once the name has proved them."""
         if source is None:
             raise SegmentGone(f"segment {ref.key}: no longer in the store")
-        whole = hash_file(source) if isinstance(source, Path) else (len(source), hashlib.sha256(source).hexdigest())
-        size, sha256 = whole
+        size, sha256 = body_size(source), sha256_of(source)
         if size != ref.size or not sha256.startswith(ref.segment.digest):
             raise DigestMismatch(
                 f"segment {ref.key}: expected {ref.size} bytes with SHA-256 {ref.segment.digest}…, "
@@ -531,4 +522,4 @@ def _copy(store: SegmentStore, key: str, metadata: Mapping[str, str]) -> tuple[s
 def _download_sha256(store: SegmentStore, key: str, spool: Path) -> str:
     if not store.objects.download(key, spool):
         raise SegmentGone(f"object {key}: not in the store")
-    return hash_file(spool)[1]
+    return sha256_of(spool)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import hashlib
 import os
 import shutil
 import tempfile
@@ -25,6 +24,7 @@ from common.archive.guard import MIB, WRITER_ROW_BYTES, row_group_bytes
 from common.archive.keys import DIGEST_LENGTH, SegmentName
 from common.archive.segment import FOOTER_KEY, Footer, Reason
 from common.errors import Unavailable
+from common.objects.port import body_size, sha256_of
 
 _SPOOL_PREFIX = "floe-spool-"
 _LOCK = "lock"
@@ -268,8 +268,7 @@ class SegmentWriter:
             file = self._open()
             file.add_key_value_metadata({FOOTER_KEY.decode(): footer.to_json().decode()})
             file.close()
-            size, sha256 = hash_file(self._path)
-        return SpooledSegment(self._path, footer, size, sha256)
+            return SpooledSegment(self._path, footer, body_size(self._path), sha256_of(self._path))
 
     def _check_footer(self, footer: Footer) -> None:
         if footer.rows != self.rows:
@@ -294,13 +293,6 @@ class SegmentWriter:
             with suppress(OSError, pa.ArrowException):
                 self._file.close()
         self._path.unlink(missing_ok=True)
-
-
-def hash_file(path: Path) -> tuple[int, str]:
-    """Return the size in bytes, and the SHA-256 in hex."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return file.tell(), digest.hexdigest()
 
 
 @contextmanager

@@ -276,6 +276,16 @@ class ConditionalPutRefused(ConfigError):
     default_code = "E-STORE-CONDITIONS"
 
 
+def put_new(objects: ObjectStore, key: str, body: Body, *, sha256: str, metadata: Mapping[str, str]) -> None:
+    """Put an object whose key holds the digest of its content, unless there is one: another writer puts the same bytes.
+    So it is put over any in a store that refuses conditions. Raises the other errors of both verbs.
+    """
+    try:
+        objects.put_if_absent(key, body, sha256=sha256, metadata=metadata)
+    except ConditionalPutRefused:
+        objects.put(key, body, sha256=sha256, metadata=metadata)
+
+
 class ChecksumMismatch(Unavailable):
     """The store received bytes that do not match the checksum, and kept none of them."""
 

@@ -18,9 +18,10 @@ from common.archive.documents import ChainDocument
 from common.archive.guard import MAX_MESSAGE_BYTES
 from common.archive.segment import Footer, Ledger, SegmentRef
 from common.archive.store import SegmentStore
-from common.archive.writer import SpooledSegment, hash_file
+from common.archive.writer import SpooledSegment
 from common.chain import Chain
 from common.clock import SystemClock
+from common.objects.port import body_size, sha256_of
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.settings.ingress import TargetSettings
@@ -122,7 +123,7 @@ def put_forged(archive: Archive, chain: Chain, table: pa.Table) -> SegmentRef:
     archive.begin(chain)
     path = archive.store.new_spool()
     forge(path, table, footer)
-    ref = archive.store.put(SpooledSegment(path, footer, *hash_file(path)))
+    ref = archive.store.put(SpooledSegment(path, footer, body_size(path), sha256_of(path)))
     path.unlink()
     archive.documents.write_tail(chain, count)
     return ref
