@@ -7,7 +7,6 @@ with the name, and a snapshot is used only if its content agrees with its key.
 
 import asyncio
 import builtins
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +80,7 @@ class SnapshotStore:
                 self._clock.block(pause)
             if (raw := self._objects.get(ref.key, length=ref.size + 1)) is None:
                 raise _corrupt_snapshot(ref, "no longer in the store")
-            digest = hashlib.sha256(raw).hexdigest()
+            digest = sha256_of(raw)
             if len(raw) == ref.size and digest.startswith(ref.state.digest):
                 return raw
             found = f"{len(raw)} with {digest[:DIGEST_LENGTH]}…"
