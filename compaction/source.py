@@ -31,6 +31,7 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
+from common.archive.catalog import ChainName
 from common.archive.columns import SCHEMA
 from common.archive.documents import ChainStore
 from common.archive.keys import Layout
@@ -40,7 +41,6 @@ from common.archive.segment import SegmentRef
 from common.archive.store import SegmentGone, SegmentStore
 from common.archive.times import Timeline
 from common.archive.unread import open_stretch
-from common.archive.catalog import ChainName
 from common.chain import Chain
 from common.clock import SystemClock
 from common.metrics import version
