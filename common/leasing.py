@@ -37,7 +37,7 @@ class GroupMembership:
     """
 
     def __init__(self, leases: Leases, prefix: str) -> None:
-        self._leases, self._prefix, self.key = leases, prefix, prefix + state_key(leases.owner)
+        self._leases, self.prefix, self.key = leases, prefix, prefix + state_key(leases.owner)
         self._lease: Lease | None = None
         self._keeping: asyncio.Task[None] | None = None
 
@@ -53,7 +53,7 @@ class GroupMembership:
     async def member_keys(self) -> set[str]:
         """Return the keys of all members, including this one's. Raises Unavailable if they cannot be read."""
         try:
-            return {*await self._leases.kv.keys(self._prefix), self.key}
+            return {*await self._leases.kv.keys(self.prefix), self.key}
         except BucketDeleted:
             await self.aclose()  # this member's key is gone with the bucket, although it had time left
             raise
@@ -76,9 +76,9 @@ SUBSCRIBE_RETRY_S = 10.0  # seconds until a failed subscription is retried
 
 
 class LeaseWatcher:
-    """Watch on the leases `keys` under `pattern`, and on members with keys that begin with `prefix`.
+    """Watch on the leases `keys` under `pattern`, and on members of the group whose keys begin with `prefix`.
 
-    `keys`: the owner may add some.
+    The owner may change `keys`, and sets `prefix`, which begins with `groups`.
 
     `woken` is set when there is a reason to check; `free_keys` holds the keys that became free.
 
@@ -88,9 +88,9 @@ class LeaseWatcher:
     that are already known, so that their renewals wake no task.
     """
 
-    def __init__(self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]) -> None:
-        self._leases, self._client, self._keys = leases, client, keys
-        self._pattern, self._prefix, self.woken = pattern, prefix, asyncio.Event()
+    def __init__(self, leases: Leases, client: FloeClient, pattern: str, groups: str, keys: Collection[str]) -> None:
+        self._leases, self._client, self._keys, self._pattern = leases, client, keys, pattern
+        self._groups, self.prefix, self.woken = groups, groups, asyncio.Event()
         self.free_keys: set[str] = set()
         self.written_keys: set[str] = set()
         self.former_holder_until = 0.0
@@ -101,7 +101,7 @@ class LeaseWatcher:
         """Listen until `stop` is set; without the permission it never receives anything."""
         patterns: dict[str, Callable[[str, bytes | None], None]] = {
             self._pattern: self._on_lease,
-            self._prefix + "*": self._on_member,
+            self._groups + "*.*": self._on_member,
         }
         subscriptions: list[RawSubscription] = []
         pending = tasks.PendingError()
@@ -153,7 +153,7 @@ class LeaseWatcher:
             self.written_keys.add(key)
 
     def _on_member(self, key: str, value: bytes | None) -> None:
-        if (value is None) == (key in self.members):
+        if key.startswith(self.prefix) and (value is None) == (key in self.members):
             self.members.symmetric_difference_update({key})
             self.wake(full_check=True)
 
@@ -204,13 +204,13 @@ class LeaseSlot:
     `lease`: the lease that this member holds, from its acquisition until `give_up`. `retry_after`: the lease was given
     back, and is not taken again before this time (monotonic seconds) unless another member has had it since. `offered`:
     it was acquired, and `wait_for_lease` has not returned it yet. `holder`: the last other owner that was seen to have
-    it; None: no other owner.
+    it; None: no other owner. `is_removed`: the work on it has ended, and its observer with it.
     """
 
     def __init__(self, key: str, observer: SlotObserver, on_vacated: Callable[[LeaseSlot, bool], None]) -> None:
         self.key, self.observer, self._on_vacated = key, observer, on_vacated
         self.lease: Lease | None = None
-        self.retry_after = 0.0
+        self.retry_after, self.is_removed = 0.0, False
         self.holder: str | None = None
         self.offered = asyncio.Event()
 
@@ -244,14 +244,13 @@ class LeaseScope:
     """A kind of work that is divided by leases.
 
     `leases`: the pattern of their keys in the bucket, such as `egress.us-east.*.*`. `members`: the prefix of the member
-    keys; the name of the group and the owner follow, so it must not match `leases`. `component`: the name of this group
-    in /status. `group`: the name of the group; empty: it follows from the keys, which then must not change.
+    keys; the name of a group and the owner follow, so it must not match `leases`. `component`: the name of the group in
+    /status.
     """
 
     leases: str
     members: str
     component: str
-    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +275,7 @@ RETRYABLE_ERRORS = (Unavailable, OutcomeUnknown, ApiError, BucketFull)
 
 
 class LeaseGroup:
-    """Group that shares the leases `keys` of `scope` among all members that have the same keys.
+    """Group of the name `group` that shares those leases of `scope` that have slots, among all its members.
 
     `siblings`: the number of processes that were started together; the first leases wait until all of them are members,
     SIBLING_WAIT_S seconds at most. `owner`: the name under which this member holds leases.
@@ -287,44 +286,49 @@ class LeaseGroup:
         leases: Leases,
         client: FloeClient,
         scope: LeaseScope,
-        keys: Iterable[str],
+        group: str,
         rng: random.Random,
         health: Health,
         counts: LeaseMetrics,
         siblings: int = 1,
     ) -> None:
         self.owner, self._leases, self._clock = leases.owner, leases, leases.clock
-        self._rng, self._health = rng, health
-        self._siblings, self._counts, self._component = siblings, counts, scope.component
-        self._keys = set(keys)
-        members = f"{scope.members}{scope.group or group_name(self._keys)}."
-        self._members = GroupMembership(leases, members)
-        self._watcher = LeaseWatcher(leases, client, scope.leases, members, self._keys)
+        self._rng, self._health, self._scope = rng, health, scope
+        self._siblings, self._counts, self._keys = siblings, counts, set[str]()
+        self._members = GroupMembership(leases, "")  # it joins none
+        self._watcher = LeaseWatcher(leases, client, scope.leases, scope.members, self._keys)
         self._slots: dict[str, LeaseSlot] = {}
         self._share, self._count, self._pending, self._failure = 0, 0, 0, ""
+        self.regroup(group)
 
     def slot(self, key: str, observer: SlotObserver) -> LeaseSlot:
-        """Return a new slot for `key`, also for one that is not among the keys yet. Call it once for each key."""
-        self._slots[key] = LeaseSlot(key, observer, self._on_vacated)
-        if key not in self._keys:
-            self._keys.add(key)
-            self._watcher.wake(full_check=True)
-        return self._slots[key]
+        """Return the slot for `key`, a new one unless there is one, and count the key for the fair share."""
+        self._keys.add(key)
+        self._watcher.wake(full_check=True)
+        return self._slots.setdefault(key, LeaseSlot(key, observer, self._on_vacated))
 
     async def reacquire(self, slot: LeaseSlot) -> Lease | None:
         """Acquire the lease again, for work that a drain left; None if another member has it. Raises as the bucket."""
         slot.lease = await self._leases.acquire(slot.key)
         return slot.lease
 
-    async def remove_slot(self, slot: LeaseSlot, *, is_over: bool = False) -> None:
-        """End this process's work on the key, and release its lease; the key still counts for the fair share, unless
-        there is no such work any more (`is_over`).
-        """
+    async def remove_slot(self, slot: LeaseSlot) -> None:
+        """End this process's work on the key, and release its lease; the key still counts for the fair share."""
         self._slots.pop(slot.key, None)
-        if is_over:
-            self._keys.discard(slot.key)
+        slot.is_removed = True
         if (lease := slot.remove_lease()) is not None:
             await lease.release()
+
+    def drop_key(self, key: str) -> None:
+        """Count the key no more, nor its lease while work on it still drains: no other lease moves for its sake."""
+        self._keys.discard(key)
+
+    def regroup(self, name: str) -> None:
+        """Share with the group of this name from the next check on. Held leases stay; others are taken as at the start,
+        once the siblings have come too.
+        """
+        self._watcher.prefix = f"{self._scope.members}{name}."
+        self._watcher.wake(full_check=True)
 
     async def run(self, stop: Stop) -> None:
         """Take and give back leases until `stop` is set; then leave the group before anything else.
@@ -337,7 +341,6 @@ class LeaseGroup:
         watching = tasks.restart_on_error("sharing", lambda: self._watcher.run(stop), self._clock)
         listening = tasks.spawn(watching, tasks.raise_fatal, name="lease watcher")
         try:
-            await self._gather_siblings(stop)
             await self._run_checks(stop)
             await self._members.leave()
             for slot in self._slots.values():
@@ -352,6 +355,10 @@ class LeaseGroup:
         due = self._clock.monotonic()
         while not stop.is_set:
             full_check = self._watcher.take_reason()
+            if self._members.prefix != self._watcher.prefix:
+                await self._members.leave()
+                self._members, self._watcher.members = GroupMembership(self._leases, self._watcher.prefix), set()
+                await self._gather_siblings(stop)
             if self._clock.monotonic() >= due or full_check:
                 due = self._clock.monotonic() + self._leases.ttl / 3 * self._rng.uniform(0.8, 1.0)
                 await self._check_all(stop)
@@ -373,7 +380,7 @@ class LeaseGroup:
     # One check of all leases
 
     async def _check_all(self, stop: Stop) -> None:
-        if await self._recount():
+        if await self._recount() and self._members.prefix == self._watcher.prefix:
             self._give_back()
             await self._take(self._slots.keys(), stop)
         self._publish_status()
@@ -413,7 +420,8 @@ class LeaseGroup:
                 lease.return_requested.set(StopReason.GIVE_BACK)
 
     async def _take(self, keys: Collection[str], stop: Stop) -> None:
-        waiting = [slot for key, slot in self._slots.items() if key in keys and slot.lease is None]
+        wanted = self._keys.intersection(keys)
+        waiting = [slot for key, slot in self._slots.items() if key in wanted and slot.lease is None]
         self._rng.shuffle(waiting)
         while waiting and not stop.is_set:
             # Never more at a time than there is room for: a key that finds no room is not requested again in this pass,
@@ -429,11 +437,16 @@ class LeaseGroup:
         try:
             if (lease := await self._acquire(slot)) is None:
                 holder = await self._leases.get_owner(slot.key)
-                slot.observer.set_standby(holder)
-                slot.holder = holder or slot.holder
+                if not slot.is_removed:
+                    slot.observer.set_standby(holder)
+                    slot.holder = holder or slot.holder
                 return
         except RETRYABLE_ERRORS as error:
-            slot.observer.set_waiting(error)
+            if not slot.is_removed:
+                slot.observer.set_waiting(error)
+            return
+        if slot.is_removed:  # while it was acquired
+            await lease.release()
             return
         if slot.holder is not None and slot.holder != self.owner:
             self._counts.take_overs.inc()
@@ -469,7 +482,7 @@ class LeaseGroup:
     # Held leases
 
     def _held(self) -> list[str]:
-        return [key for key, slot in self._slots.items() if slot.lease is not None]
+        return [key for key, slot in self._slots.items() if slot.lease is not None and key in self._keys]
 
     def _on_vacated(self, slot: LeaseSlot, lost: bool) -> None:
         """Clear the slot. A lease that was given back is left to others for one lease time; others are retried now."""
@@ -489,4 +502,4 @@ class LeaseGroup:
         self._counts.share.set(self._share)
         self._counts.held.set(len(held))
         status = {"owner": self.owner, "members": self._count, "share": self._share}
-        self._health.set_status(self._component, status | {"held": held, "failure": self._failure})
+        self._health.set_status(self._scope.component, status | {"held": held, "failure": self._failure})

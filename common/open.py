@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from common import exits, logs
 from common.archive.keys import Layout
-from common.errors import ConfigError, UsageError
+from common.errors import UsageError
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.service.process import on_hangup
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from common.archive.documents import ChainStore, PutOnceClaims
     from common.archive.store import SegmentStore
     from common.objects.port import ObjectStore
+    from common.service.reload import Planner
     from common.settings.root import Settings
 
 
@@ -45,51 +46,12 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     return settings
 
 
-class ConfigReload:
-    """SIGHUP handler for the configuration of a running service: it reads and checks the file again.
-
-    A change that can take effect at once does; each other key that changed is logged as one that needs a restart.
-
-    Secrets are read again by themselves (`common.settings.types`), and shown nowhere.
-    """
-
-    def __init__(self, path: str, settings: Settings) -> None:
-        self._path, self._settings = path, settings
-
-    def __call__(self) -> None:
-        """Read the file again. An invalid file changes nothing; its problems are logged, one in each line."""
-        from common.settings import loader
-
-        log = logs.get_logger("common.config")
-        try:
-            settings = loader.load_document(self._path).settings.with_nats_context(exits.requested_context())
-        except ConfigError as error:
-            former = "the former configuration stays in use"
-            log.error("configuration refused", action="configuration_refused", file=self._path, hint=former)
-            for problem in error.problems:
-                log.error("configuration problem found", action="configuration_problem_found", error=problem)
-            return
-        changes = loader.changed_keys(self._settings, settings)
-        taken = [key for key in changes if key in RELOADABLE_KEYS]
-        for key, (before, now) in changes.items():
-            if key not in taken:
-                hint = {"hint": f"{key}_file is read again without one"} if now == loader.A_SECRET else {}
-                log.warning("restart required", action="restart_required", key=key, before=before, now=now, **hint)
-        if "log.level" in taken:
-            logs.set_level(settings.log.level)
-            log_settings = self._settings.log.model_copy(update={"level": settings.log.level})
-            self._settings = self._settings.model_copy(update={"log": log_settings})
-        left = len(changes) - len(taken)
-        log.warning("configuration reloaded", action="configuration_reloaded", taken=taken, restart=left)
-
-
-RELOADABLE_KEYS = ("log.level",)
-
-
 @contextmanager
-def reload_on_hangup(path: str, settings: Settings) -> Iterator[None]:
-    """Make SIGHUP read the configuration at `path` again, within the block. `settings`: the values in use."""
-    on_hangup.append(reload := ConfigReload(path, settings))
+def reload_on_hangup(path: str, settings: Settings, plan: Planner | None = None) -> Iterator[None]:
+    """Make SIGHUP take over the configuration at `path`, within the block; see `ConfigReload`."""
+    from common.service.reload import ConfigReload, plan_entries
+
+    on_hangup.append(reload := ConfigReload(path, settings, plan or plan_entries))
     try:
         yield
     finally:

@@ -125,7 +125,7 @@ MAX_TRACEBACK_CHARS = 4000  # characters; the end of a traceback names the place
 BACKOFF_RESET_S = 60.0  # seconds of running, after which an error counts as the first again
 
 #: Receives an error on behalf of its owner.
-ReportError = Callable[[Exception], None]
+ReportError = Callable[[Exception], object]
 
 
 #: The components that an error may end; `service`: the error had no owner.

@@ -321,11 +321,8 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
     path = store.new_spool()
     needed = int(output.size * SPOOL_SIZE_FACTOR) + max(s.size for s in output.inputs)
     if (free := shutil.disk_usage(path.parent).free) < needed:
-        raise Unavailable(
-            f"spool folder {path.parent}: expected {needed} free bytes to merge {output.coverage}, found {free}",
-            hint="make room there, or set spool_dir",
-            code="E-SPOOL",
-        )
+        text = f"spool folder {path.parent}: expected {needed} free bytes to merge {output.coverage}, found {free}"
+        raise Unavailable(text, hint="make room there, or set spool_dir", code="E-SPOOL")
     footers: dict[str, Footer] = {}
     tally = RowTally(output, footers)
 

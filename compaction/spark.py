@@ -487,11 +487,8 @@ def require_spark() -> None:
         return  # it may set another Java
     program, found, major = _java_found()
     if major < min(JAVA_VERSIONS):
-        raise ConfigError(
-            f"engine spark: expected Java 17 or 21, found {found or 'none'} ({program})",
-            hint=f"{_install_java()}, or use --engine local",
-            code="E-SPARK",
-        )
+        text = f"engine spark: expected Java 17 or 21, found {found or 'none'} ({program})"
+        raise ConfigError(text, hint=f"{_install_java()}, or use --engine local", code="E-SPARK")
 
 
 def _java_found() -> tuple[str, str, int]:

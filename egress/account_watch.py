@@ -86,26 +86,33 @@ class AccountWatch:
     def __init__(
         self, settings: Settings, client: FloeClient, state: KeyValue, health: Health, period: float, feeds: FeedSet
     ) -> None:
-        self._settings, self._client, self._clock, self._health = settings, client, client.clock, health
-        self._period, self._feeds, self._has_patterns = period, feeds, bool(settings.egress.patterns)
-        self._listing, self._document = AccountListing(client, settings), matched_streams(state, settings.site)
+        self._client, self._clock, self._health, self._period, self._feeds = client, client.clock, health, period, feeds
+        self._document, self._pending = matched_streams(state, settings.site), PendingError()
         self._known_ends: dict[str, int] = {}  # the last sequences of matched streams when they were found
         self._subscription: RawSubscription | None = None
         self._subscribe_at = 0.0
         self._uncovered: list[str] = []
         self._failure = ""
+        self.adopt(settings)
         if self._has_patterns:
             health.set_ready(ACCOUNT_PART, False, "the streams of the account are not listed yet")
+
+    def adopt(self, settings: Settings) -> None:
+        """Follow the patterns of `settings` from now on, with a listing at once."""
+        self._settings, self._listing = settings, AccountListing(self._client, settings)
+        self._has_patterns = bool(settings.egress.patterns)
+        self._pending.event.set()
 
     async def run(self, stop: Stop) -> None:
         """List until `stop` is set; begin again after an unexpected error."""
         await restart_on_error("account", lambda: self._watch(stop), self._clock)
 
     async def _watch(self, stop: Stop) -> None:
-        pending = PendingError()
+        pending = self._pending = PendingError()
         try:
             while not stop.is_set:
                 pending.raise_if_set()
+                pending.event.clear()
                 try:
                     await run_until_stopped(stop, self._check(pending))
                     self._failure = ""
@@ -126,39 +133,40 @@ class AccountWatch:
         if (streams := await self._listing.read(matched)) is None:
             reason = "the right to STREAM.NAMES is missing"
             self._health.set_status(ACCOUNT_PART, {"uncovered": f"not known: {reason}"})
-            if self._has_patterns:
-                self._health.set_ready(ACCOUNT_PART, False, reason)
+            self._health.set_ready(ACCOUNT_PART, not self._has_patterns, reason)
             return
         plan = plan_account((each for each in streams if each.name not in matched), self._settings)
         self._known_ends |= {s.name: s.info.last_sequence for s in streams if s.info and s.name in plan.feeds}
         deleted = dict[str, DeletedStream]()
         if self._has_patterns:
             deleted = await self._update_feeds(plan, {each.name for each in streams})
-            self._health.set_ready(ACCOUNT_PART, True)
+        self._health.set_ready(ACCOUNT_PART, True)
         self._show(len(streams), plan.uncovered, deleted)
 
     async def _update_feeds(self, plan: AccountPlan, listed: set[str]) -> dict[str, DeletedStream]:
         """Add the feeds of the plan, and of former streams that are gone; remove those of deleted streams. Return all
         deleted ones.
         """
+        settings = self._settings
         found = (await self._document.get(allow_unreadable=True))[0] or MatchedStreams()
         new, matched = dict(plan.feeds), self._feeds.matched()
         # Gone, or now of a retention that the pattern does not take: its feed stops and names the reason.
         for name in {*found.feeds} - matched.keys() - (listed - plan.uncovered.keys()):
-            if (feed := self._settings.egress.feed_named(name)) is not None and feed.streams:
+            if (feed := settings.egress.feed_named(name)) is not None and feed.streams:
                 new[name] = feed
         if new.keys() - {*found.feeds}:
             found = await self._change(lambda now: now.with_feeds(new)) or found
         for name, feed in new.items():
-            log.info("feed added", action="feed_added", feed=name, pattern=feed.pattern)
-            self._feeds.add(feed)
+            if settings is self._settings:  # else the next listing decides
+                log.info("feed added", action="feed_added", feed=name, pattern=feed.pattern)
+                self._feeds.change(name, feed)
         ended = {name: self._deleted(name, each.report) for name, each in matched.items() if each.report.is_deleted}
         ended = {name: each for name, each in ended.items() if name not in listed}
         if ended:
             found = await self._change(lambda now: now.with_deleted(ended)) or found
         # Of many at once the document keeps the newest; the feeds of all of them end.
-        for name in matched.keys() & (found.deleted.keys() | ended.keys()) - listed:
-            self._feeds.remove(name)
+        for name in self._feeds.matched().keys() & (found.deleted.keys() | ended.keys()) - listed:
+            self._feeds.change(name, None)
             self._known_ends.pop(name, None)
         for name, each in ended.items():
             context = {**structs.asdict(each), "feed": name}

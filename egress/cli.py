@@ -59,13 +59,14 @@ async def flush(config: str, feed: str, wait: bool | None, timeout: float, as_js
 async def run(config: str, workers: int | None, worker: str) -> int:
     """Archive until SIGTERM; then store the messages that were read, and exit.
 
-    SIGHUP checks the configuration again and applies the keys that can change (log.level, secrets). SIGQUIT logs the
-    stack of every task.
+    SIGHUP takes over feeds that were added, changed or removed, log.level and secrets; the other feeds do not pause. If
+    another key has changed, nothing is taken over. SIGQUIT logs the stack of every task.
 
     \b
     Example: floe egress run -c site.yaml
     """
     from common.logs import add_fields
+    from egress.partition import plan_feeds
     from egress.workers.process import WorkerIdentity
 
     reduce_memory()
@@ -74,7 +75,7 @@ async def run(config: str, workers: int | None, worker: str) -> int:
         add_fields(worker=identity.index)
     settings = load_settings(config)
     count = workers or settings.egress.workers
-    with reload_on_hangup(config, settings):
+    with reload_on_hangup(config, settings, plan_feeds):
         if count > 1 and identity is None:
             from egress.workers.supervisor import run_workers
 

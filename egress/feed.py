@@ -7,18 +7,21 @@ the session, which begins again after a growing pause (`common/clock.py`).
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Protocol
 
 from common.clock import Backoff, Clock
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, UnexpectedError
+from common.exits import choices
 from common.leasing import LeaseGroup
 from common.logs import get_logger
+from common.nats.api import LIMITS
 from common.nats.lease import Lease
 from common.observe.monitor import Health
 from common.settings.egress import FeedSettings
 from common.tasks import BACKOFF_RESET_S, Stop, StopReason, cancel, raise_fatal, restart_on_error, spawn, wait_for
 from egress import metrics
+from egress.consumers import WantedMessages, own_durables
 from egress.deps import EgressDeps, ProcessThreads
 from egress.partition import Partition, lease_key, partitions_of
 from egress.report import FeedReport
@@ -34,13 +37,17 @@ CANCEL_TIMEOUT_S = 2.0  # seconds for cancelled tasks to end after the shutdown 
 
 
 class PartitionFeed:
-    """Partition of a feed in this process: waits for its lease, works under it, gives it back."""
+    """Partition of a feed in this process: waits for its lease, works under it, gives it back.
+
+    `wanted`: the partition, or the one that begins in its place after its end; None: none does.
+    """
 
     def __init__(
         self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health, threads: ProcessThreads
     ) -> None:
         self.chain = self._chain = partition.chain
-        self.is_matched = bool(partition.settings.streams)
+        self.partition = partition
+        self.wanted: Partition | None = partition
         self._pools = threads.pools()
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
         self._report.set_state("starting", ready=False, reason="the holder of its lease is not known yet")
@@ -48,15 +55,22 @@ class PartitionFeed:
         self._slot = sharing.slot(lease_key(self._chain), self._report)
         self._deps = deps.for_partition(partition, self._report, self._pools)
         self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
-        self.removed = Stop()
+        self._removed = Stop()
+
+    def replace(self, wanted: Partition | None) -> None:
+        """End as soon as everything is put. The last call decides what begins then."""
+        self.wanted = wanted
+        if wanted is None:
+            self._sharing.drop_key(self._slot.key)
+        self._removed.set()
 
     def flush(self, incarnation: int = 0, least: int = 0) -> SessionFlush | None:
         """Flush as `Session.flush`; return None also if this process does not read the partition."""
         return self._worker.flush(incarnation, least)
 
     async def run(self, stop: Stop) -> None:
-        """Work until `stop` or `removed` is set and everything is put."""
-        stop = Stop(stop, self.removed)
+        """Work until `stop` is set, or `replace` was called, and everything is put."""
+        stop = Stop(stop, self._removed)
         try:
             with closing(self._pools):
                 while (lease := await self._wait_for_lease(stop)) is not None:
@@ -68,7 +82,7 @@ class PartitionFeed:
 
     async def leave(self) -> None:
         """Leave the group that shares the leases, and remove the report, after the end of `run`."""
-        await self._sharing.remove_slot(self._slot, is_over=True)
+        await self._sharing.remove_slot(self._slot)
         self.report.remove()
 
     async def _wait_for_lease(self, stop: Stop) -> Lease | None:
@@ -172,30 +186,45 @@ class FeedSet:
         self.reports: list[FeedReport] = []
         self._begin: Callable[[PartitionFeed], object] = lambda _: None
 
-    def add(self, feed: FeedSettings) -> None:
-        """Add the partitions of a feed; they begin at once if the others have begun."""
-        for each in partitions_of(self._site, feed):
-            added = PartitionFeed(each, self._deps, self._sharing, self._health, self._threads)
-            self.feeds.append(added)
-            self.reports.append(added.report)
-            self._deps.budget.chains = len(self.feeds)
-            self._begin(added)
+    def change(self, name: str, feed: FeedSettings | None) -> None:
+        """Let `feed` take the place of the feed `name`, if there is one, each partition once the former one has
+        drained; None: nothing does. New partitions begin at once if the others have begun.
+        """
+        wanted = {each.number: each for each in partitions_of(self._site, feed)} if feed else {}
+        for running in self.feeds:
+            if running.chain.feed == name:
+                running.replace(wanted.pop(running.chain.partition, None))
+        for each in wanted.values():
+            self._add(each)
+
+    def _add(self, partition: Partition) -> None:
+        added = PartitionFeed(partition, self._deps, self._sharing, self._health, self._threads)
+        self.feeds.append(added)
+        self.reports.append(added.report)
+        self._deps.budget.chains = len(self.feeds)
+        self._begin(added)
 
     def matched(self) -> dict[str, PartitionFeed]:
         """Return the feeds of streams that patterns match, by name; each has one partition."""
-        return {each.chain.feed: each for each in self.feeds if each.is_matched}
-
-    def remove(self, name: str) -> None:
-        """Remove a feed of `matched` as soon as everything is put."""
-        self.matched()[name].removed.set()
+        return {each.chain.feed: each for each in self.feeds if each.wanted and each.wanted.settings.streams}
 
     async def _run_feed(self, feed: PartitionFeed, stop: Stop) -> None:
         await feed.run(stop)
-        if feed.removed.is_set:
-            await feed.leave()
-            self.feeds.remove(feed)
-            self.reports.remove(feed.report)
-            self._deps.budget.chains = len(self.feeds)
+        if stop.is_set:
+            return
+        await feed.leave()
+        self.feeds.remove(feed)
+        self.reports.remove(feed.report)
+        self._deps.budget.chains = len(self.feeds)
+        if feed.wanted is not None:
+            self._add(feed.wanted)
+            return
+        hint, stream = "its archive stays, and a feed of this name continues it", feed.partition.stream
+        with suppress(FloeError):
+            for each in await own_durables(self._deps.client, WantedMessages(feed.partition, LIMITS)):
+                keeps = f"once no process archives it: {stream} keeps messages for it until"
+                hint = choices(hint, (keeps, f"nats consumer rm {stream} {each}"))
+        log.warning("feed removed", action="feed_removed", hint=hint, **feed.chain.log_context())
 
     async def run(self, stop: Stop) -> None:
         """Run all feeds until `stop` is set and they have drained."""

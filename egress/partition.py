@@ -10,7 +10,10 @@ from common.exits import config_source
 from common.nats.api import durable_name_prefix, name_hash
 from common.nats.kv import state_key
 from common.sequences import SequenceRange
+from common.service.reload import ReloadPlan, plan_entries
 from common.settings.egress import FeedSettings
+from common.settings.loader import changed_keys
+from common.settings.root import Settings
 
 _EPHEMERAL = re.compile(r"floe-(?:start-)?[0-9a-f]{16}")
 _DURABLE = re.compile(r"(floe_.+_([0-9]{1,5})_[0-9a-f]{16})_[0-9a-f]{8}")
@@ -79,6 +82,41 @@ def require_feeds(feeds: Sequence[FeedSettings]) -> None:
     """Raise ConfigError if no feed is configured."""
     if not feeds:
         raise ConfigError(f"{config_source()}: egress.feeds: expected at least one feed, found none")
+
+
+# Beginnings of keys that are compared feed by feed, or that egress does not use.
+FEED_KEYS = ("egress.feeds[", "egress.defaults", "ingress.", "compaction.")
+LAYOUT_KEYS = ("filter_subject", "partitions", "relay")  # they define the chains of a feed: `repartition` changes them
+
+
+def plan_feeds(before: Settings, now: Settings, matched: Iterable[str] = ()) -> ReloadPlan:
+    """Plan a reload by feeds; an entry with patterns is named `streams PATTERNS`. `matched`: the feeds that patterns
+    made. Raises ConfigError if there is no feed any more.
+    """
+    require_feeds(now.egress.feeds_)
+    old, new = ({feed.name: feed for feed in each.egress.feeds} for each in (before, now))
+    old |= {name: feed for name in matched if (feed := before.egress.feed_named(name))}
+    new |= {name: feed for name in old if name not in new and (feed := now.egress.feed_named(name))}
+    for found, each in ((old, before), (new, now)):
+        found |= {f"streams {feed.pattern}": feed for feed in each.egress.patterns}
+    plan = plan_entries(before, now, FEED_KEYS, *({name: _work(f) for name, f in each.items()} for each in (old, new)))
+    refused = dict(plan.refused)
+    for name, former in old.items():
+        later = former.model_copy(update={key: getattr(new.get(name, former), key) for key in LAYOUT_KEYS})
+        refused |= changed_keys(former, later, f"egress.feeds[{former.pattern or former.name}]")
+    return ReloadPlan(refused) if refused else plan
+
+
+def _work(feed: FeedSettings) -> FeedSettings:
+    """Return the settings without the patterns that chose the stream."""
+    return feed if feed.is_pattern else feed.model_copy(update={"streams": bool(feed.streams), "except_": ()})
+
+
+def next_feed(before: Settings, now: Settings, name: str) -> FeedSettings | None:
+    """Return the feed that takes the place of the feed `name`; None: none, unless the next listing finds one."""
+    former, found = before.egress.feed_named(name), now.egress.feed_named(name)
+    is_still_matched = former and former.streams and found and (found.mirrors or not former.mirrors)
+    return found if found and (is_still_matched or not found.streams) else None
 
 
 def all_partitions(site: str, feeds: Sequence[FeedSettings]) -> list[Partition]:

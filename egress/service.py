@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from common.observe.coverage import CoverageScanner
 from common.observe.monitor import Health, Monitor
 from common.service.process import SystemdNotifier, ThreadPool, count_running_calls, handle_signal, stop_on_signals
 from common.service.progress import ProcessLog
+from common.service.reload import ReloadPlan, attach
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, raise_fatal, run_until_stopped, spawn, wait_for, warn_if_slow
 from egress import metrics
@@ -38,26 +39,17 @@ from egress.deps import EgressDeps, ProcessThreads, Tuning
 from egress.feed import FeedSet, Runnable, run_feeds
 from egress.flush import FlushWatch
 from egress.heartbeats import ProcessHeartbeat, Reachability, SubjectHeartbeats
-from egress.partition import all_partitions, lease_key, require_feeds
+from egress.partition import all_partitions, lease_key, next_feed, plan_feeds, require_feeds
 from egress.workers.process import WorkerIdentity
 
 log = get_logger(__name__)
 
 
 def share_site(
-    leases: Leases,
-    client: FloeClient,
-    site: str,
-    keys: Iterable[str],
-    rng: random.Random,
-    health: Health,
-    siblings: int,
-    patterns: Sequence[str] = (),
+    leases: Leases, client: FloeClient, site: str, group: str, rng: random.Random, health: Health, siblings: int
 ) -> LeaseGroup:
     members = state_key("egress", "member", site) + "."
-    # With patterns, members learn of a new stream at different times, and are of one group all the same.
-    group = group_name(["patterns", *keys, *patterns]) if patterns else ""
-    scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing", group)
+    scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
     show_zeros("egress_", site=site)
     counts = LeaseMetrics(
         metrics.members.labels(site),
@@ -66,7 +58,15 @@ def share_site(
         partial(metrics.hand_overs.labels, site),
         metrics.take_overs.labels(site),
     )
-    return LeaseGroup(leases, client, scope, keys, rng, health, counts, siblings)
+    return LeaseGroup(leases, client, scope, group, rng, health, counts, siblings)
+
+
+def group_of(settings: Settings) -> str:
+    """Return the name of the group of processes that share the leases of this configuration."""
+    keys = [lease_key(each.chain) for each in all_partitions(settings.site, settings.egress.feeds)]
+    # With patterns, members learn of a new stream at different times, and are of one group all the same.
+    patterns = [f"{each.pattern} {each.except_}" for each in settings.egress.patterns]
+    return group_name(["patterns", *keys, *patterns] if patterns else keys)
 
 
 T = TypeVar("T")
@@ -154,6 +154,22 @@ class EgressService:
         self._thread = thread
         self._rng = random.SystemRandom()
         self._flushing: FlushWatch | None = None
+        self._running: tuple[FeedSet, AccountWatch, LeaseGroup] | None = None
+
+    def reload(self, now: Settings) -> ReloadPlan:
+        """Plan the change to `now`, and begin it unless a key is refused. Feeds without a change do not pause."""
+        former = self._settings
+        plan = plan_feeds(former, now, self._running[0].matched() if self._running else ())
+        if not plan.refused and not self._stop.is_set:
+            self._settings = now
+            if self._running is not None and now.egress != former.egress:
+                feeds, account, sharing = self._running
+                for name in (*plan.ended, *plan.replaced, *plan.started):
+                    if " " not in name:  # no pattern
+                        feeds.change(name, next_feed(former, now, name))
+                account.adopt(now)
+                sharing.regroup(group_of(now))
+        return plan
 
     def flush(self) -> None:
         """Close all open segments now; do nothing before the start is complete."""
@@ -162,6 +178,7 @@ class EgressService:
 
     async def run(self) -> bool:
         """Run until the stop is requested and everything is drained. Return True if it was drained in time."""
+        attach(self.reload)
         settings, totals = self._settings.egress, metrics.totals()
         what = {"feeds": [each.label for each in settings.feeds_], "monitor": settings.monitor.listen}
         process_log = ProcessLog("egress", self._settings, self._clock, totals, self._health.problems, **what)
@@ -194,19 +211,18 @@ class EgressService:
         # A stop abandons a call to the store that is in progress.
         check = partial(self._check_store, objects)
         await self._retry("objects", "the store", f"store {store}", lambda: run_until_stopped(self._stop, check()))
+        settings = self._settings  # a reload may have come meanwhile
         partitions = all_partitions(site, settings.egress.feeds)
         deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
         stack.callback(deps.store.close)
         metrics.spool_bytes.set_function(deps.store.spooled_bytes)
-        keys = [lease_key(each.chain) for each in partitions]
-        patterns = [f"{each.pattern} {each.except_}" for each in settings.egress.patterns]
         siblings = self._identity.count if self._identity else 1
-        sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings, patterns)
+        sharing = share_site(leases, control, site, group_of(settings), self._rng, self._health, siblings)
         threads = ProcessThreads()
         stack.callback(threads.close)
         feeds = FeedSet(site, deps, sharing, self._health, threads)
         for each in settings.egress.feeds:
-            feeds.add(each)
+            feeds.change(each.name, each)
         self._health.remove("feeds")  # each reports for itself from here on
         host, worker = socket.gethostname(), self._identity.index if self._identity else None
         process = process_name(host, settings.instance, worker)
@@ -214,6 +230,7 @@ class EgressService:
         silent, coverage = partial(self._reach.set_store, False), CoverageScanner(deps.store, self._health, self._clock)
         alive = ProcessHeartbeat(site, process, leases.owner, feeds.reports, deps, control, silent)
         account = AccountWatch(settings, control, state, self._health, self._tuning.intervals.account, feeds)
+        self._running = feeds, account, sharing
         runs: list[Runnable] = [sharing, feeds, self._flushing, alive, coverage, account]
         if settings.egress.heartbeats.subjects:
             runs.append(SubjectHeartbeats(settings, leases, control, host, self._rng, self._health))

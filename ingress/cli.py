@@ -38,8 +38,8 @@ def ingress() -> None:
 async def run(config: str) -> None:
     """Replay the archive into the target streams, until SIGTERM.
 
-    SIGHUP checks the configuration again and applies the settings that may change at run time (log.level, secrets).
-    SIGQUIT logs the stack of every task.
+    SIGHUP takes over targets and sources that were added, changed or removed, log.level and secrets; other chains do
+    not pause. If another key has changed, nothing is taken over. SIGQUIT logs the stack of every task.
 
     \b
     Example: floe ingress run -c central.yaml
@@ -53,7 +53,7 @@ async def run(config: str) -> None:
     from common.open import load_settings, open_chains, open_store, reload_on_hangup
     from common.service.process import SystemdNotifier, stop_on_signals
     from ingress.errors import check_targets
-    from ingress.service import Controller
+    from ingress.service import Controller, plan_targets
 
     settings, clock = load_settings(config), SystemClock()
     check_targets(settings.ingress)
@@ -64,7 +64,7 @@ async def run(config: str) -> None:
     monitor.start()
     try:
         async with stop_on_signals() as stop, SystemdNotifier(monitor.page_text, clock).while_running(stop):
-            with reload_on_hangup(config, settings):
+            with reload_on_hangup(config, settings, plan_targets):
                 async with RenewalThread(connecting, health.beat_age) as thread:
                     await Controller(settings, store, open_chains(settings), health, clock, thread=thread).run(stop)
     finally:

@@ -14,7 +14,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
 from common.logs import get_logger
-from common.metrics import ScrapedValues, show_zeros
+from common.metrics import ScrapedValues, remove_series, show_zeros
 from common.nats.lease import format_owner
 from common.observe.monitor import Health
 from common.service.process import ThreadPool
@@ -383,6 +383,12 @@ class TargetReport:
             self._trouble = self._reason = ""  # if it returns, it is logged again
             log.info("target recovered", action="target_recovered", target=self.target, seconds=seconds, trouble=before)
 
+    def remove(self) -> None:
+        """Remove everything that was reported: the target has left this process."""
+        self.lags.forget()
+        self._health.remove(self._part)
+        remove_series({"target": self.target})
+
     def report_ended(self, error: FloeError) -> None:
         self._reason = ""  # log it once more: no report follows
         self.report_stopped(error)
@@ -415,7 +421,7 @@ class PositionsWriter:
     def __init__(
         self,
         target: str,
-        sources: tuple[str, ...],
+        sources: Callable[[], tuple[str, ...]],
         positions: Callable[[], Mapping[Chain, int] | None],
         stopped: Callable[[], Mapping[Chain, str]],
         documents: ChainStore,
@@ -424,9 +430,8 @@ class PositionsWriter:
     ) -> None:
         self._target, self._sources, self._positions, self._stopped = target, sources, positions, stopped
         self._documents, self._threads, self._clock = documents, threads, clock
-        self._put: Mapping[Chain, int] | None = None
+        self._put = TargetPositions(target, 0.0)  # at the last write
         self._compared: Mapping[Chain, int] | None = None  # with `_put`: no chain was moved back
-        self._put_stopped: Mapping[Chain, str] = {}
         self._tried_at, self._failure = float("-inf"), ""
 
     async def run(self) -> None:
@@ -443,21 +448,22 @@ class PositionsWriter:
     def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
         """True if a write is due, early if a stored value is ahead of a chain moved back or omits a stopped chain."""
         is_long_ago, stopped = now - self._tried_at >= POSITIONS_INTERVAL_S, self._stopped()
-        if stopped.keys() - self._put_stopped or self._was_moved_back(positions):
+        if stopped.keys() - self._put.stopped or self._was_moved_back(positions):
             return is_long_ago or not self._failure
-        return is_long_ago and (positions != self._put or stopped != self._put_stopped)
+        put = self._put.positions, self._put.stopped, self._put.sources
+        return is_long_ago and (positions, stopped, self._sources()) != put
 
     def _was_moved_back(self, positions: Mapping[Chain, int]) -> bool:
         # A checkpoint is never changed, only replaced.
         if positions is not self._compared:
-            if any(positions.get(chain, 0) < at for chain, at in (self._put or {}).items()):
+            if any(positions.get(chain, 0) < at for chain, at in self._put.positions.items()):
                 return True
             self._compared = positions
         return False
 
     async def _write(self, positions: Mapping[Chain, int]) -> None:
-        stopped = dict(self._stopped())
-        document = TargetPositions(self._target, self._clock.now(), positions, self._sources, stopped=stopped)
+        stopped, sources = dict(self._stopped()), self._sources()
+        document = TargetPositions(self._target, self._clock.now(), positions, sources, stopped=stopped)
         try:
             await self._threads.run(self._documents.write_positions, document)
         except FloeError as error:
@@ -469,5 +475,5 @@ class PositionsWriter:
             return
         if self._failure:
             log.info("positions write recovered", action="positions_write_recovered", target=self._target)
-        self._put, self._put_stopped, self._failure, self._compared = positions, stopped, "", None
+        self._put, self._failure, self._compared = document, "", None
         metrics.positions_put.labels(self._target).set(document.time)

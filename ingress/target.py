@@ -5,6 +5,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+from common.archive.catalog import FeedId
 from common.chain import Chain
 from common.clock import Backoff, doubling_delays
 from common.doctor import DoctorFinding, failed, ok, problem, warning
@@ -14,7 +15,7 @@ from common.nats.api import StreamInfo, ready_stream_info, stream_info
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
 from common.nats.lease import Lease
-from common.settings.ingress import TargetSettings
+from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.types import size_words
 from common.tasks import Stop, StopReason, any_set, cancel, first_of, raise_fatal, record_unexpected, run_with, spawn
 from ingress.chains.chain_state import ChainRegistry
@@ -44,6 +45,17 @@ class TargetRunner:
     def __init__(self, deps: IngressDeps, settings: TargetSettings, report: TargetReport) -> None:
         self._deps, self._settings, self._report, self._target = deps, settings, report, settings.stream
         self._sending: tuple[Lease | None, Sending] = (None, Sending())
+        self._known_sources = dict[FeedId, SourceSettings]()  # of all deliveries: an intent may outlive one
+
+    def adopt(self, deps: IngressDeps, settings: TargetSettings) -> None:
+        """Adopt the share of memory in `deps`, and other sources; chains of the same sources go on meanwhile."""
+        self._deps, self._settings = deps, settings
+        for prefetch in deps.discovery.targets:
+            if prefetch.name == self._target:
+                former = prefetch.pairs()
+                prefetch.change_sources(settings)
+                prefetch.ahead.resize(deps.memory_limit)
+                deps.discovery.update(prefetch, former)
 
     async def check(self) -> None:
         """Create the target if that is allowed. Raises ConfigError if it is of the wrong kind."""
@@ -59,8 +71,11 @@ class TargetRunner:
         objects, layout = deps.documents.objects, deps.documents.layout
         bucket = await self._bucket(int(info.config.get("num_replicas", 1)))
         decisions, parked = PauseStore(bucket, name), ParkedStore(objects, layout, name, info.created)
+        kind, replies = PUBLISHERS[self._publisher_name(info)], await Replies.open(deps.client)
+        # Nothing waits from here on until discovery has the target, by which `adopt` finds it.
         chains = ChainRegistry(self._settings, limits_from(deps.client, info, self._settings), self._limits)
-        ahead = ReadyBlocks(deps.memory_limit, oversize_lock=deps.oversize_lock)
+        chains.known_sources = self._known_sources = {**self._known_sources, **chains.known_sources}
+        ahead = ReadyBlocks(self._deps.memory_limit, oversize_lock=deps.oversize_lock)
         prefetch = Prefetcher(chains, deps.store, deps.documents, deps.threads, deps.clock, ahead, parked, decisions)
         prefetch.stopped_recheck_s = deps.tuning.chain_recheck_s
         source = ParkedSource(prefetch, parked, deps.threads)
@@ -69,7 +84,6 @@ class TargetRunner:
         state = StateStore(bucket, state_key(STATE_ROLE, name), name, parked.adopt_state)
         reconciler = self._reconciler(state, lease)
         limits = ServerLimits(deps.client, chains, source.reset, oversize_remedies(name))
-        kind, replies = PUBLISHERS[self._publisher_name(info)], await Replies.open(deps.client)
         publisher = kind(deps.client, name, replies, exclusive=self._settings.exclusive)
         delivery = Delivery(name, state, reconciler, publisher, source, deps.clock, source.before_close, limits)
         deps.discovery.add(prefetch)
@@ -101,7 +115,7 @@ class TargetRunner:
             found = ((each.chain, each.stopped) for each in chains if each.stopped is not None)
             return {chain: f"{error.code}: {error}" for chain, error in islice(found, MAX_REPORTED_STOPS)}
 
-        known = tuple(sorted(self._settings.source_names)), positions, stopped
+        known = (lambda: chains.source_names), positions, stopped
         return PositionsWriter(self._target, *known, deps.documents, deps.threads, deps.clock)
 
     def _reconciler(self, state: StateStore, lease: Lease) -> TargetReconciler:
@@ -153,22 +167,23 @@ MAX_REPORTED_STOPS = 100  # stopped chains in `positions.json`, each with its re
 
 
 class TargetSupervisor:
-    """Supervisor of one target, for as long as the service runs."""
+    """Supervisor of one target, for as long as the service runs, or until `removed` is set."""
 
     def __init__(self, deps: IngressDeps, settings: TargetSettings) -> None:
-        self.target, self._deps = settings.stream, deps
+        self.target, self._deps, self.removed = settings.stream, deps, Stop()
         known = deps.health, deps.clock, deps.discovery.sites, deps.sharing.owner
         self._report = TargetReport(settings.stream, *known, deps.settings.monitor.per_chain)
-        self._runner = TargetRunner(deps, settings, self._report)
+        self.runner = TargetRunner(deps, settings, self._report)
         self._slot = deps.sharing.slot(lease_key(settings.stream), self._report)
         self._was_checked, self._pauses = False, Backoff(None, TARGET_PAUSES_S)
 
     async def run(self, stop: Stop) -> None:
-        """Deliver or be on standby, until `stop` is set and no intent is open.
+        """Deliver or be on standby, until `stop` or `removed` is set and no intent is open.
 
         An unexpected error ends an attempt and is logged; the next attempt begins after a pause that grows. Raises
         an error that ends the target for this process: ConfigError at the start, AnotherWriter.
         """
+        stop = Stop(stop, self.removed)
         try:
             while not self._was_checked and not stop.is_set:
                 await self._attempt(self._check(), stop)
@@ -179,8 +194,13 @@ class TargetSupervisor:
             await self._deps.sharing.remove_slot(self._slot)
             raise
 
+    async def leave(self) -> None:
+        """Leave the group that shares the leases, and remove the report, after the end of `run`."""
+        await self._deps.sharing.remove_slot(self._slot)
+        self._report.remove()
+
     async def _check(self) -> None:
-        await self._runner.check()
+        await self.runner.check()
         self._was_checked = True
 
     async def _hold(self, lease: Lease, stop: Stop) -> None:
@@ -203,7 +223,7 @@ class TargetSupervisor:
 
     async def _run_under_lease(self, lease: Lease, leaving: Stop) -> None:
         try:
-            await self._runner.run(lease, leaving)
+            await self.runner.run(lease, leaving)
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", target=self.target, error=error.message)
             lease.lost.set(StopReason.LEASE_LOST)

@@ -202,11 +202,8 @@ class Footer:
             raise SegmentCorrupt(f"footer floe.segment: expected an object, found {type(document).__name__}")
         get = partial(_field, document)
         if (version := get("format_version", int)) != FORMAT_VERSION:
-            raise SegmentCorrupt(
-                f"footer format_version: expected {FORMAT_VERSION}, found {version}",
-                hint="read it with a newer Floe",
-                code="E-SEG-VERSION",
-            )
+            text = f"footer format_version: expected {FORMAT_VERSION}, found {version}"
+            raise SegmentCorrupt(text, hint="read it with a newer Floe", code="E-SEG-VERSION")
         try:
             return cls._of(get)
         except (ValueError, KeyError, TypeError, OverflowError) as error:

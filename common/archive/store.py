@@ -272,11 +272,8 @@ class SegmentStore:
             self._clock.block(pause)
         if cause is not None:
             raise Unavailable(f"{kind} {ref.key}: put {len(PUT_RETRY_S) + 1} times, not found: {cause}") from cause
-        raise Unavailable(
-            f"{kind} {ref.key}: put {len(PUT_RETRY_S) + 1} times, never read back as it was sent",
-            hint="check the store: it accepts objects that it does not keep",
-            code="E-READ-BACK",
-        )
+        text = f"{kind} {ref.key}: put {len(PUT_RETRY_S) + 1} times, never read back as it was sent"
+        raise Unavailable(text, hint="check the store: it accepts objects that it does not keep", code="E-READ-BACK")
 
     def _objects_of(self, ref: SegmentRef | SnapshotRef) -> ObjectStore:
         name = self._storage_classes.get(ref.level) if isinstance(ref, SegmentRef) else None
@@ -462,11 +459,8 @@ def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Q
     uncovered = _uncovered_ranges(store, segment) if segment else []
     note = _end_note(store, segment) if segment and uncovered else ""
     if uncovered and not accept_hole:
-        raise UsageError(
-            f"{key}: no other segment covers {', '.join(map(str, uncovered))}: expected --yes",
-            hint="; ".join(filter(None, [REFETCH_HINT, note])),
-            code="E-QUARANTINE",
-        )
+        text = f"{key}: no other segment covers {', '.join(map(str, uncovered))}: expected --yes"
+        raise UsageError(text, hint="; ".join(filter(None, [REFETCH_HINT, note])), code="E-QUARANTINE")
     kept_at, sha256 = _copy(store, key, info.metadata)
     failpoint("segments.quarantine")
     store.objects.delete(key)

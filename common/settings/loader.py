@@ -252,14 +252,15 @@ def load_document(path: str) -> ConfigDocument:
     return documents[0]
 
 
-def changed_keys(before: Settings, now: Settings) -> dict[str, tuple[str | None, str | None]]:
-    """Return the dotted keys with different values, each with both values as text; None if there is none.
+def changed_keys(before: Section, now: Section, path: str = "") -> dict[str, tuple[str | None, str | None]]:
+    """Return the dotted keys with different values, each with both values as text; None if there is none. `path`: of
+    the section.
 
     Each change appears once: not again at a key that is completed from it. An entry that only one side has appears as a
     whole. For a secret, and for a value that may be one, the text shows only that it changed; for a secret in a file,
     the file.
     """
-    found = dict(_differences(before, now, ""))
+    found = dict(_differences(before, now, path))
     return {
         key: (_display_text(key, former), _display_text(key, later))
         for key, (former, later) in sorted(found.items())
@@ -295,20 +296,13 @@ def _by_name(entries: tuple[Any, ...]) -> dict[str, Any]:
     return {f"[{name or number}]": each for number, (name, each) in enumerate(zip(names, entries, strict=True))}
 
 
-# Keys that are completed from another key, and that key.
-_COMPLETED = (
-    (re.compile(r"(?:egress|ingress)\.(nats\..+)"), r"\1"),
-    (re.compile(r"egress\.feeds\[[^.]*\]\.(.+)"), r"egress.defaults.\1"),
-    (re.compile(r"ingress\.targets\[[^.]*\]\.sources\[[^.]*\]\.(.+)"), r"ingress.defaults.\1"),
-)
+_COMPLETED = re.compile(r"(?:egress|ingress)\.(nats\..+)")  # keys that are completed from the key in the group
 
 
 def _is_completed(key: str, found: Mapping[str, _ValuePair]) -> bool:
-    for pattern, origin in _COMPLETED:
-        if (match := pattern.fullmatch(key)) and (above := found.get(match.expand(origin))) is not None:
-            # Defaults are compared as written, the keys of entries as parsed.
-            return "defaults" in origin or [*map(_comparable, above)] == [*map(_comparable, found[key])]
-    return False
+    match = _COMPLETED.fullmatch(key)
+    above = found.get(match[1], ()) if match else ()
+    return [*map(_comparable, above)] == [*map(_comparable, found[key])]
 
 
 def _comparable(value: Any) -> Any:

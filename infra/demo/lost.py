@@ -20,7 +20,7 @@ from common.settings import loader
 from common.settings.types import format_count
 from infra.demo.world import ADVISORIES, AWKWARD, NODES, SITES, DemoWorld, run_command
 from infra.oracle import read_stream
-from ingress.recovery.compare import fingerprint
+from ingress.recovery.read_back import fingerprint
 
 LOST_SITE = SITES[0]
 UNSAMPLED_FEEDS = (AWKWARD, ADVISORIES)  # feeds that are not sampled: they are restored exactly

@@ -304,16 +304,17 @@ class ChainRegistry:
     the feeds that its patterns have taken.
 
     `positions`: the next sequence of each chain, as stored; None until they are known. `limits`: the limits that rows
-    are prepared for; `read_limits`: reads them from the target again (None: the limits never change).
-    `on_known_positions`: called once they are known.
+    are prepared for; `read_limits`: reads them from the target again (None: the limits never change). `known_sources`:
+    with those that are no longer listed, of which an open intent may hold rows. `on_known_positions`: called once they
+    are known.
 
     The cost of a change does not grow with the chains of other feeds: a hostile site may have thousands of them.
     """
 
     def __init__(self, settings: TargetSettings, limits: TargetLimits, read_limits: ReadLimits | None = None) -> None:
-        self._settings, self.target = settings, settings.stream
+        self.target, self.known_sources = settings.stream, dict[FeedId, SourceSettings]()
         self.limits, self._read_limits = limits, read_limits
-        self._sources, self.patterns = settings.feed_sources, PatternSources(settings)
+        self.patterns = PatternSources(settings)
         self.on_known_positions: Callable[[], None] = lambda: None
         self._positions: Mapping[Chain, int] | None = None
         self._last_begun_by_feed: dict[FeedId, int] | None = None
@@ -325,6 +326,7 @@ class ChainRegistry:
         self._previous: dict[_IncarnationId, Mapping[int, int] | None] = {}
         self._unended: dict[_IncarnationId, deque[tuple[Chain, int]]] = {}
         self._read_errors: dict[_IncarnationId, str] = {}
+        self.change_sources(settings)
 
     @property
     def positions(self) -> Mapping[Chain, int] | None:
@@ -353,20 +355,32 @@ class ChainRegistry:
         """Let patterns take feeds of the store, once the positions are known; return those that are new."""
         new = {} if self._positions is None else self.patterns.take(feeds, self._positions)
         self._sources |= new
+        self.known_sources |= new
         return [*new]
 
     def preparer(self, chain: Chain) -> Preparer:
-        """Return a preparer for the chain's rows. Raises ConfigError for a chain that is not in `sources`."""
+        """Return a preparer for the chain's rows. Raises ConfigError for a chain that is, and was, not in `sources`."""
         pair = chain.site, chain.feed
         # An open intent is read before discovery lets patterns take its feeds.
-        if (source := self._sources.get(pair) or self._settings.source_of(*pair)) is None:
+        if (source := self.known_sources.get(pair) or self._settings.source_of(*pair)) is None:
             text = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
             act = "the open intent holds rows of it: list it until that is closed; or drop the rest of the intent"
             raise ConfigError(text, hint=choices((act, checkpoint_command(self.target, "--accept"))), code="E-SOURCES")
         return Preparer(chain, rule_of(source, chain), self.limits, active=source.acting_headers)
 
     def source(self, chain: Chain) -> SourceSettings:
-        return self._sources[chain.site, chain.feed]
+        return self.known_sources[chain.site, chain.feed]
+
+    def change_sources(self, settings: TargetSettings) -> None:
+        """Take over the sources of `settings`, and drop the chains of others."""
+        # A target whose patterns change begins anew.
+        self._settings, self._sources = settings, {**settings.feed_sources, **self.patterns.plan.taken}
+        self.source_names = tuple(sorted(settings.source_names))
+        self.known_sources |= self._sources
+        for pair in self._feeds.keys() - self._sources:
+            for chains in self._feeds.pop(pair).incarnations.values():
+                for chain in chains:
+                    del self._states[chain]
 
     async def renew_limits(self) -> None:
         """Read the limits again, and prepare rows for them. Raises as `read_limits` does."""

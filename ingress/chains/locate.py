@@ -334,11 +334,8 @@ class SegmentLocator:
         chain, position, fill = state.chain, state.position, state.incomplete_fill
         if fill is None and (await self._threads.run(self._documents.read_floor, chain) or 1) > position:
             floor = await self._threads.run(self._documents.floor, chain)
-            raise Stopped(
-                f"chain {chain}: position {position}: {floor}",
-                hint=choices(errors.floor_remedy(self._chains.target, chain, floor.first if floor else position)),
-                code="E-FLOOR",
-            )
+            hint = choices(errors.floor_remedy(self._chains.target, chain, floor.first if floor else position))
+            raise Stopped(f"chain {chain}: position {position}: {floor}", hint=hint, code="E-FLOOR")
 
     async def _halt(self, state: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
         """Raise Stopped: the hole is lost, and an operator must decide. If a full listing finds a segment, plan that.

@@ -14,6 +14,7 @@ from common.hints import resume_command
 from common.logs import get_logger
 from common.sequences import Stretch
 from common.service.process import ThreadPool
+from common.settings.ingress import TargetSettings
 from common.tasks import PendingError, Stop, run_all
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState, Turn
@@ -126,6 +127,12 @@ class Prefetcher:
         self.ahead.budget.acquire_unchecked(block.size)
         self.ahead.append(block)
 
+    def change_sources(self, settings: TargetSettings) -> None:
+        """Take over the sources of `settings`; drop the decoded rows of others, which are in no intent yet."""
+        self.chains.change_sources(settings)
+        self.open_segments.drop(lambda chain: not self.chains.is_current(chain))
+        self.ahead.drop(lambda block: not block.piece.is_retry and self.chains.get(block.piece.chain) is None)
+
     # For discovery
 
     def pairs(self) -> list[tuple[str, str]]:
@@ -136,7 +143,10 @@ class Prefetcher:
 
         `end`: the end of its coverage; None: not known.
         """
+        is_new = self.chains.get(chain) is None
         if (state := self.chains.add(chain, end)) is not None:
+            if is_new and chain in self._next_positions:
+                state = self._renew(chain)  # its source came back, and the open intent may hold rows of it
             self._apply_pauses([state])
             self._due.add(chain)
 
@@ -342,13 +352,14 @@ class Prefetcher:
             context = {"target": self.chains.target, **chain.chain.log_context()}
             if is_paused:
                 log.info("chain paused", action="chain_paused", **context)
-                self._pause_chain(chain.chain).pause()
+                self._renew(chain.chain).pause()
             else:
                 log.info("chain resumed", action="chain_resumed", **context)
                 chain.resume()
                 self._wake(chain)
 
-    def _pause_chain(self, chain: Chain) -> ChainState:
+    def _renew(self, chain: Chain) -> ChainState:
+        """Replace the state of the chain; it continues after the rows that were taken."""
         self.ahead.drop(lambda block: block.piece.chain == chain and not block.piece.is_retry)
         return self.chains.renew(chain, self._next_positions.get(chain, self.positions.get(chain, 0)))
 

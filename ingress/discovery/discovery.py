@@ -133,9 +133,14 @@ class Discovery:
 
     def add(self, target: Prefetcher) -> None:
         self.targets.append(target)
-        self._assign(target, {*target.pairs()})
+        self.update(target, frozenset())
         if target.chains.patterns:
             target.chains.on_known_positions = partial(self._poll_again, target)
+
+    def update(self, target: Prefetcher, former: Collection[FeedId]) -> None:
+        """Follow the pairs that `target` has now, and no longer those of `former` that it lacks."""
+        self._unassign(target, {*former}.difference(target.pairs()))
+        self._assign(target, {*target.pairs()}.difference(former))
         self.poll_due.set()  # which makes the listing of chains due, if it finds that feeds are new
         self._heartbeats_due.set()
 
@@ -169,7 +174,10 @@ class Discovery:
 
     def remove(self, target: Prefetcher) -> None:
         self.targets.remove(target)
-        for pair in target.pairs():
+        self._unassign(target, target.pairs())
+
+    def _unassign(self, target: Prefetcher, pairs: Collection[FeedId]) -> None:
+        for pair in pairs:
             self._targets_by_pair[pair].remove(target)
         self._pairs = frozenset(pair for pair, targets in self._targets_by_pair.items() if targets)
 
@@ -384,7 +392,7 @@ class Discovery:
         self._show_missing()
 
     def _show_missing(self) -> None:
-        self._missing, self._found = self._missing - self._found, set()
+        self._missing, self._found = (self._missing - self._found) & self._pairs, set()
         if self._missing:
             self._health.set_status("sources", {"missing": ["/".join(pair) for pair in sorted(self._missing)]})
         else:
@@ -418,7 +426,7 @@ class Discovery:
             await self._tick()
 
     async def _tick(self) -> None:
-        if self._found:
+        if self._found or not self._missing <= self._pairs:
             self._show_missing()
         failed: FloeError | None = None
         for chain, everywhere in self._schedule.take_due(self._pairs):

@@ -35,10 +35,9 @@ from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.process import ThreadPool
 from common.service.progress import format_share
 from common.tasks import Stop, wait_for
-from ingress.recovery.compare import MAX_EXAMPLES, Differences, fingerprint
 from ingress.recovery.history import selects_rows
 from ingress.recovery.pace import Pace
-from ingress.recovery.read_back import digest_block, normalize, stream_info_json
+from ingress.recovery.read_back import MAX_EXAMPLES, Differences, digest_block, fingerprint, normalize, stream_info_json
 from ingress.recovery.request import RecoveryParts
 
 #: Sequences that are compared and recorded at a time; memory is 8 bytes for each that the stream does not hold.
@@ -305,11 +304,8 @@ class LivingComparison:
     async def _comparable(self, name: str) -> StreamInfo:
         info = await ready_stream_info(self._client, name)
         if info is None:
-            raise Stopped(
-                f"stream {name}: expected it on this server, found none",
-                hint="if it was lost, floe restore brings it back",
-                code="E-SOURCE-GONE",
-            )
+            hint = "if it was lost, floe restore brings it back"
+            raise Stopped(f"stream {name}: expected it on this server, found none", hint=hint, code="E-SOURCE-GONE")
         if info.config.get("retention") == "workqueue":
             raise Stopped(
                 f"stream {name}: expected one that others may read, found a work queue",

@@ -353,11 +353,8 @@ def check_sizes(batch: pa.RecordBatch, max_payload: int) -> None:
     sizes = pc.add(*parts)
     if (largest := pc.max(sizes).as_py()) > max_payload:
         sequence = batch.column("sequence")[pc.index(sizes, largest).as_py()]
-        raise ConfigError(
-            f"sequence {sequence}: expected at most {max_payload} bytes (max_payload), found {largest}",
-            hint="raise max_payload of the server",
-            code="E-RESTORE-PAYLOAD",
-        )
+        text = f"sequence {sequence}: expected at most {max_payload} bytes (max_payload), found {largest}"
+        raise ConfigError(text, hint="raise max_payload of the server", code="E-RESTORE-PAYLOAD")
 
 
 # Obstacles
@@ -410,25 +407,18 @@ def archive_writer(stream: str, version: str, form: str = "auto", *, force: bool
     match = re.match(r"(\d+)\.(\d+)\.", version)
     minor = (int(match[1]), int(match[2])) if match else (0, 0)
     if minor < MIN_MINOR:
-        raise ConfigError(
-            f"nats-server {version}: expected {_dotted(MIN_MINOR)} or newer, which can restore from an archive",
-            hint="restore into a newer nats-server",
-            code="E-RESTORE-VERSION",
-        )
-    if minor > MAX_MINOR and not force:
-        raise ConfigError(
-            f"nats-server {version}: restores are tested with {_dotted(MIN_MINOR)} to {_dotted(MAX_MINOR)}, and this "
-            "one may expect another form",
-            hint="update Floe, restore into an older nats-server, or add --force: it is verified before it is used",
-            code="E-RESTORE-VERSION",
-        )
-    if form == "logical" and minor < LOGICAL_MINOR:
-        raise ConfigError(
-            f"nats-server {version}: expected {_dotted(LOGICAL_MINOR)} or newer, which accepts the logical form",
-            hint="use --format files, or leave out --format",
-            code="E-RESTORE-VERSION",
-        )
-    return LogicalWriter() if minor >= LOGICAL_MINOR and form != "files" else FilesWriter(stream)
+        problem = f"expected {_dotted(MIN_MINOR)} or newer, which can restore from an archive"
+        hint = "restore into a newer nats-server"
+    elif minor > MAX_MINOR and not force:
+        problem = f"restores are tested with {_dotted(MIN_MINOR)} to {_dotted(MAX_MINOR)}"
+        problem += ", and this one may expect another form"
+        hint = "update Floe, restore into an older nats-server, or add --force: it is verified before it is used"
+    elif form == "logical" and minor < LOGICAL_MINOR:
+        problem = f"expected {_dotted(LOGICAL_MINOR)} or newer, which accepts the logical form"
+        hint = "use --format files, or leave out --format"
+    else:
+        return LogicalWriter() if minor >= LOGICAL_MINOR and form != "files" else FilesWriter(stream)
+    raise ConfigError(f"nats-server {version}: {problem}", hint=hint, code="E-RESTORE-VERSION")
 
 
 def _dotted(minor: tuple[int, int]) -> str:

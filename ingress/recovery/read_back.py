@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -27,13 +27,51 @@ from common.nats.headers import header_value
 from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
 from common.settings.types import format_count
-from ingress.recovery.compare import MAX_EXAMPLES, Differences, fingerprint
 from ingress.recovery.plan import RestorePlan, guarded_config, own_metadata
 from ingress.recovery.stream_archive import raw_columns, with_guard_subject
 
 DIGEST_ROWS = 10_000  # the most rows of one digest
 DIGEST_BYTES = 8 * 1024 * 1024  # bytes of one digest; approximate, because rows are added in batches
 SAMPLED_BLOCKS = 20  # blocks that `--verify sample` reads back
+MAX_EXAMPLES = 5  # lines about single messages that differ
+
+
+def fingerprint(message: Message) -> int:
+    """Return 64 bits over time, subject, header block and payload; no headers and an empty block differ."""
+    digest = blake2b(b"%d:" % message.timestamp_ns, digest_size=8)
+    for part in (message.subject, message.headers, message.payload):
+        digest.update(b"-" if part is None else b"%d:" % len(part))
+        digest.update(part or b"")
+    return int.from_bytes(digest.digest(), "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Counts of messages. `unexpected`: found, but not in the archive. `examples`: a few lines."""
+
+    expected: int = 0
+    found: int = 0
+    lost: int = 0
+    repeated: int = 0
+    out_of_order: int = 0
+    altered: int = 0
+    unexpected: int = 0
+    examples: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.lost or self.repeated or self.out_of_order or self.altered or self.unexpected)
+
+    def plus(self, other: Differences) -> Differences:
+        ours, theirs = asdict(self), asdict(other)
+        sums = {name: ours[name] + theirs[name] for name in ours}
+        return Differences(**{**sums, "examples": sums["examples"][:MAX_EXAMPLES]})
+
+    def line(self) -> str:
+        return (
+            f"lost {self.lost:,}, repeated {self.repeated:,}, out of order {self.out_of_order:,}, "
+            f"altered {self.altered:,}, unexpected {self.unexpected:,}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,22 +114,16 @@ def check_source(hints: ReplayHints, document: StreamDocument | None) -> None:
     name = None if document is None else document.config.get("name")
     request = hints.request
     if request.into_source and name != request.target:
-        raise ConfigError(
-            f"--into-source: expected the target {name} as in stream.json, found {request.target}",
-            hint=hints.source_hint(str(name or "")),
-            code="E-REPLAY-SOURCE",
-        )
+        text = f"--into-source: expected the target {name} as in stream.json, found {request.target}"
+        raise ConfigError(text, hint=hints.source_hint(str(name or "")), code="E-REPLAY-SOURCE")
 
 
 async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> None:
     """Raise Stopped if ingress has a state of the target: it would stop at the messages of a replay."""
     if await KeyValue(client, state_bucket, optional=True).get(state_key(INGRESS, target)) is not None:
         elsewhere = "replay into another stream; or empty this one, and let ingress fill it again"
-        raise Stopped(
-            f"target {target}: ingress delivers into it, and messages of a replay would be foreign to it",
-            hint=choices((elsewhere, checkpoint_command(target, "--forget"))),
-            code="E-REPLAY-INGRESS",
-        )
+        text = f"target {target}: ingress delivers into it, and messages of a replay would be foreign to it"
+        raise Stopped(text, hint=choices((elsewhere, checkpoint_command(target, "--forget"))), code="E-REPLAY-INGRESS")
 
 
 def target_notes(

@@ -239,6 +239,10 @@ class ReadyBlocks:
     def __iter__(self) -> Iterator[Block]:
         return iter(tuple(self._blocks))
 
+    def resize(self, memory_limit: int) -> None:
+        """Keep the rows to their share of another limit from now on."""
+        self.budget.limit = memory_limit // 2
+
     def append(self, block: Block) -> None:
         """Append a block. Its bytes must be on the budget already."""
         self._blocks.append(block)

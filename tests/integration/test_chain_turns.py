@@ -28,10 +28,10 @@ from common.settings.ingress import TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry, Turn
 from ingress.chains.prefetch import Prefetcher
-from ingress.checkpoint import Gap, advance_positions
+from ingress.checkpoint import Gap, IntentPiece, advance_positions
 from ingress.rows.decoder import CHUNK_ROWS, MAX_OPEN_SEGMENTS, TURN_ROWS, OpenSegments
 from ingress.rows.prepare import SubjectFilters, TargetLimits
-from ingress.rows.rows import ReadyBlocks
+from ingress.rows.rows import Block, ReadyBlocks
 from tests.support.basics import PATIENCE, soon
 from tests.support.ingress import CHAIN, Archive, rows_of
 from tests.support.segments import forge
@@ -214,6 +214,21 @@ async def test_a_chain_that_waits_for_others_gets_no_turn_before_they_have_ended
     assert (state.turn, state.begin_obstacle != "") == (Turn.NONE, True)
     prefetcher.record_stored({CHAIN: 11})
     assert state.turn is Turn.QUEUED
+
+
+async def test_chains_of_a_source_that_comes_back_continue_after_the_open_intent(archive: Archive) -> None:
+    prefetcher = Centre(archive).prefetcher
+    prefetcher.reset({})
+    prefetcher.add_chain(CHAIN, 20)
+    prefetcher.ahead.append(Block(IntentPiece(Gap(CHAIN), SequenceRange(1, 10), 0)))
+    await prefetcher.take(Stop(), PATIENCE)
+    for site, positions in ((BIG.site, []), (CHAIN.site, [11])):
+        target = {"stream": "FLEET", "sources": [{"site": site, "feed": "NODES"}]}
+        prefetcher.change_sources(TargetSettings.model_validate(target))
+        prefetcher.add_chain(CHAIN, 20)
+        assert [each.position for each in prefetcher.chains] == positions
+        assert prefetcher.chains.preparer(CHAIN)
+        assert prefetcher.chains.source_names == (f"{site}/NODES",)
 
 
 # One site never delays the others

@@ -23,9 +23,9 @@ from common.service.progress import Progress
 from common.tasks import Stop
 from infra.local.nats import NatsCluster
 from ingress.recovery import living
-from ingress.recovery.compare import Differences
 from ingress.recovery.delivered import DeliveredRows, as_stored
 from ingress.recovery.living import CompareReport, CompareRequest, Copy, LivingComparison, Tally, reached_after
+from ingress.recovery.read_back import Differences
 from ingress.recovery.request import RecoveryParts
 from tests.support.basics import unique
 from tests.support.commands import configuration, ran

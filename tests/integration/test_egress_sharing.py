@@ -12,7 +12,7 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import Unavailable
-from common.leasing import LeaseGroup, fair_share
+from common.leasing import LeaseGroup, fair_share, group_name
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue, state_key
 from common.nats.lease import Lease, Leases, new_owner
@@ -93,7 +93,7 @@ class Group:
         self.clients.append(client)
         leases = Leases(await KeyValue(client, self.kv.bucket, ttl=TTL).ensure(), new_owner("m"), TTL, SystemClock())
         clock, rng = SystemClock(), random.Random(1)
-        sharing = share_site(leases, client, self.site, self.keys, rng, Health(clock), siblings=siblings)
+        sharing = share_site(leases, client, self.site, group_name(self.keys), rng, Health(clock), siblings)
         self.members.append(Member(sharing, leases.owner, self.keys))
         return self.members[-1]
 

@@ -1,4 +1,4 @@
-"""Signals to running services: SIGQUIT dumps stacks, SIGHUP reads the configuration again, SIGTERM drains; SIGUSR1 ends
+"""Signals to running services: SIGQUIT dumps stacks, SIGHUP takes over the configuration, SIGTERM drains; SIGUSR1 ends
 none.
 """
 
@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
+from common.chain import Chain
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue
+from egress.partition import lease_key
 from infra.demo.world import SPARK_CONF
 from infra.local.process import kill_with_parent
 from tests.scenarios.processes import Service
-from tests.support.basics import PATIENCE, SharedS3, soon, unique
+from tests.support.basics import PATIENCE, SharedS3, soon
 from tests.support.commands import ROOT, configuration
 from tests.support.compaction import CHAIN, Archive, begun
 from tests.support.egress import Bench
@@ -63,8 +67,10 @@ def services() -> Iterator[list[Service]]:
         each.kill()
 
 
-async def passes_through(running: Running, role: str, processes: int = 1) -> None:
-    """Check the effect of each signal on a service. `processes`: its workers, and their parent."""
+async def passes_through(running: Running, role: str, new: str, entries: Any, wait: Any, processes: int = 1) -> None:
+    """Check the effect of each signal on a service. `processes`: its workers, and their parent; `entries`: those of a
+    reload, which starts `new`; `wait`: for the result.
+    """
     service = running.service
     service.send(signal.SIGQUIT)
     await running.logged("stacks_dumped", processes)
@@ -72,22 +78,18 @@ async def passes_through(running: Running, role: str, processes: int = 1) -> Non
     assert any(f"{role}/" in frame for frame in stacks), stacks
     await soon(lambda: any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("thread_dumped")))
 
+    former = running.config.read_text()
     running.configure(log={"level": "debug"}, **{role: {"shutdown_timeout": "17s", "lease_ttl": "3s"}})
     service.send(signal.SIGHUP)
-    for line in await running.logged("configuration_reloaded", processes):
-        assert (line["taken"], line["restart"]) == (["log.level"], 2)
-    changes = {(line["key"], line["now"]) for line in running.lines("restart_required")}
+    changes = {(line["key"], line["in_file"]) for line in await running.logged("reload_refused", 2 * processes)}
     assert changes == {(f"{role}.shutdown_timeout", "17.0"), (f"{role}.lease_ttl", "3.0")}
-    assert len(running.lines("restart_required")) == 2 * processes, "each is named once"
 
     running.configure(nats={"user": "floe", "password": "a-password-of-the-file"})
     service.send(signal.SIGHUP)
-    await running.logged("configuration_reloaded", 2 * processes)
-    changes = {(line["key"], line["before"], line["now"]) for line in running.lines("restart_required")}
-    assert ("nats.password", None, "a secret") in changes
-    assert not {key for key, _, _ in changes if ".nats." in key}
-    hints = {line.get("hint") for line in running.lines("restart_required") if line["key"] == "nats.password"}
-    assert hints == {"nats.password_file is read again without one"}
+    lines = await running.logged("reload_refused", 6 * processes)
+    changes = {(line["key"], line["in_use"], line["in_file"], line["hint"]) for line in lines}
+    assert ("nats.password", None, "a secret", "nats.password_file is read again without one") in changes
+    assert not {key for key, *_ in changes if ".nats." in key}
     assert "a-password-of-the-file" not in service.log.read_text()
 
     running.config.write_text("[")
@@ -96,31 +98,53 @@ async def passes_through(running: Running, role: str, processes: int = 1) -> Non
     assert all(
         str(running.config) in line["error"] for line in await running.logged("configuration_problem_found", processes)
     )
+    assert not running.lines("configuration_reloaded")
 
+    running.config.write_text(former)
+    running.configure(log={"level": "debug"}, **{role: entries})
+    service.send(signal.SIGHUP)
+    for line in await running.logged("configuration_reloaded", processes):
+        assert (line["taken"], line["started"], line["ended"]) == (["log.level"], [new], [])
+    await wait()
     assert await asyncio.to_thread(service.drain) == 0, service.tail()
 
 
 async def test_egress_and_its_workers_at_each_signal(bench: Bench, tmp_path: Path, services: list[Service]) -> None:
-    stream = await bench.make_stream(unique("NODES"))
+    stream, other = await bench.filled([b"x"] * 3), await bench.filled([b"x"] * 3)
     config = configuration(bench, {"stream": stream})
+
+    async def taken_over() -> None:
+        await bench.archived_to(other, 3)
+        bucket = await KeyValue(bench.client, bench.lease_bucket, ttl=2.0).ensure()
+        holders = [await bucket.get(lease_key(bench.chain(feed))) for feed in (stream, other)]
+        assert len({each.value for each in holders if each}) == 2, "divided as at a start"
+
     command = ["egress", "run", "-c", str(config), "--workers", "2"]
     running = Running(Service(tmp_path, "egress", *command).start(), config)
     services.append(running.service)
     await running.logged("members_changed", 2)
-    await passes_through(running, "egress", processes=3)
+    feeds = [{"stream": stream}, {"stream": other, "segment": {"max_age": "1s"}}]
+    await passes_through(running, "egress", other, {"feeds": feeds}, taken_over, processes=3)
+    await bench.archived_to(stream, 3)
 
 
-async def test_ingress_at_each_signal(tmp_path: Path, nats_url: str, services: list[Service]) -> None:
+async def test_ingress_at_each_signal(
+    tmp_path: Path, nats_url: str, client: FloeClient, services: list[Service]
+) -> None:
     archive = Melted(tmp_path / "store")
     archive.put(rows_of(1, 5))
-    config = Centre(tmp_path, archive, nats_url).write()
+    centre = Centre(tmp_path, archive, nats_url)
+    config = centre.write()
     running = Running(Service(tmp_path, "ingress", "ingress", "run", "-c", str(config)).start(), config)
     services.append(running.service)
     await running.logged("members_changed")
     running.service.send(signal.SIGUSR1)
     [line] = await running.logged("signal_ignored")
     assert (line["level"], line["event"]) == ("warning", "signal ignored")
-    await passes_through(running, "ingress")
+    archive.put(rows_of(1, 5, af := Chain("af", "NODES")), chain=af)
+    sources = [*centre.target_settings["sources"], {"site": "af", "feed": "NODES", "subject_prefix": centre.target}]
+    targets, started = {"targets": [{**centre.target_settings, "sources": sources}]}, f"{centre.target}: af/NODES"
+    await passes_through(running, "ingress", started, targets, lambda: centre.carried(client, 10))
 
 
 # Compaction has no event loop

@@ -47,6 +47,7 @@ class Running:
     health: Health
     stop: Stop
     task: asyncio.Task[bool]
+    service: EgressService
 
     def status(self, feed: str) -> dict[str, Any]:
         """Return the entry of a feed in /status; empty before its first report."""
@@ -123,7 +124,7 @@ class Bench:
         health, stop = Health(clock), Stop()
         patient = replace(tuning, intervals=replace(tuning.intervals, reexamine=reexamine))
         service = EgressService(settings, patient, clock, health, stop, objects)
-        return Running(health, stop, asyncio.create_task(service.run()))
+        return Running(health, stop, asyncio.create_task(service.run()), service)
 
     @asynccontextmanager
     async def egress(

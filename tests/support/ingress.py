@@ -225,7 +225,8 @@ class Centre:
         """Run the service until `stop`, or until it ends by itself."""
         store, clock = SegmentStore(self.archive.objects, Layout(PREFIX)), SystemClock()
         args = self.settings(**ingress), store, self.archive.documents, health or Health(clock), clock
-        await Controller(*args, tuning=QUICK).run(stop or Stop())
+        self.service = Controller(*args, tuning=QUICK)
+        await self.service.run(stop or Stop())
 
     async def ending(self, **ingress: Any) -> FloeError:
         """Return the error that ends the service, or as Stopped the one that stops only the target."""

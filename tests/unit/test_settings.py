@@ -101,7 +101,6 @@ site: us-east
 store: {url: s3://floe, access_key_id: AK, secret_access_key: former-secret-of-the-store}
 nats: {user: floe, password: former-password-of-nats}
 egress:
-  defaults: {segment: {max_age: 5m}}
   feeds: [{stream: A}, {stream: B, segment: {max_age: 1m}}, {stream: C}]
   heartbeats: {headers: {Token: former-value-of-a-header}, subjects: [{subject: a.b}]}
 compaction: {spark: {conf: {spark.hadoop.fs.s3a.secret.key: former-value-of-spark}}}
@@ -120,8 +119,6 @@ def test_each_key_that_changed_is_named_once_and_no_secret_is_shown(tmp_path: Pa
         (f"user: floe, {password}", "", {"nats.password": ("a secret", None), "nats.user": ("floe", "")}),
         ("former-value-of-a", "later-value-of-a", {"egress.heartbeats.headers.Token": VALUE}),
         ("former-value-of-s", "later", {"compaction.spark.conf.spark.hadoop.fs.s3a.secret.key": VALUE}),
-        ("max_age: 5m", "max_age: 2m", {"egress.defaults.segment.max_age": ("5m", "2m")}),
-        ("defaults: {seg", "defaults: {relay: true, seg", {"egress.defaults.relay": (None, "True")}),
         ("max_age: 1m", "max_age: 3m", {"egress.feeds[B].segment.max_age": ("60.0", "180.0")}),
         ("{stream: A}, ", "", {"egress.feeds[A]": ("an entry", None)}),
         ("[{subject: a.b}]", "[{subject: a.c}]", {"egress.heartbeats.subjects[0].subject": ("a.b", "a.c")}),

@@ -77,7 +77,7 @@ async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(tmp
     documents = ChainStore(objects, Layout("data"))
     now: dict[Chain, int] | None = None
     stopped: dict[Chain, str] = {}
-    report = PositionsWriter("T", ("us-east/NODES",), lambda: now, lambda: stopped, documents, threads, clock)
+    report = PositionsWriter("T", lambda: ("us-east/NODES",), lambda: now, lambda: stopped, documents, threads, clock)
     large = "E-MSG-TOO-LARGE: too large; raise max_payload" + "x" * 2000
     for seconds, positions, stops, puts, held in (
         (0, None, {}, 0, None),  # target and state do not agree yet
