@@ -181,7 +181,7 @@ async def test_each_kind_of_missing_answer_has_a_next_step(
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(doctor, "LOOKUP_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(doctor, "VIEW_TIMEOUT_S", 0.5)
     why = "not resolved: no answer from the resolver within 1 s"
     with socket.create_server(("127.0.0.1", 0)) as server:
         frozen = f"127.0.0.1:{server.getsockname()[1]}"

@@ -75,7 +75,7 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_to
         [command] = commands_of(found["hint"])
         words = shlex.split(command)[1:]
         words[words.index("-c") + 1] = config
-        done = await floe(*words)
+        done = await floe(*words, "--yes")
         assert done.code == 0, done.err
         del archive.rows[CHAIN][10:30]
         check_exact(await centre.carried(client, 20), archive, centre.prefix)

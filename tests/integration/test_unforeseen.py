@@ -63,7 +63,7 @@ async def test_an_error_for_ever_is_shown_and_takes_nothing_along(
         await soon(lambda: running.state(stream) == "stopped")
         status = running.status(stream)
         assert "MemoryError: no room" in status["why"]
-        assert (status["code"], "bug" in status["hint"]) == ("E-UNEXPECTED", True)
+        assert (status["code"], "defect" in status["hint"]) == ("E-UNEXPECTED", True)
         assert any("no room" in problem for problem in running.health.problems())
         assert running.state(other) == "reading"
         assert (bench.end(stream), await held(bench, stream)) in ((0, 3), (1, 2))
