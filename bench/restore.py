@@ -50,7 +50,7 @@ from ingress.recovery.living import CompareRequest, LivingComparison
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config
 from ingress.recovery.preflight import archive_writer
 from ingress.recovery.request import RecoveryParts
-from ingress.recovery.restore import Restore, RestoreTuning
+from ingress.recovery.restore import Restore
 from ingress.recovery.stream_archive import ArchiveState
 from tests.support.basics import unique
 
@@ -88,7 +88,7 @@ async def measure_restore(config: Path, size: int) -> float:
     """Return the seconds from the first read of the store to the server's last answer, with the counts compared."""
     restore_request, parts = request(), parts_of(config)
     parts.store.list(CHAIN), parts.documents.read_stream(CHAIN)  # clients of the store are made at their first use
-    work = Restore(load_settings(str(config)), restore_request, parts, RestoreTuning(name_checks=1))
+    work = Restore(load_settings(str(config)), restore_request, parts)
     async with work.open_connection() as client:
         started = time.perf_counter()
         report = await work.run(client, Stop())

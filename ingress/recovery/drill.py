@@ -43,7 +43,7 @@ from ingress.recovery.read_back import Differences, read_differences
 from ingress.recovery.receipt import StoredReplay, receipt_key
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest, ReplayResult
-from ingress.recovery.restore import Restore, RestoreReport, RestoreTuning
+from ingress.recovery.restore import Restore, RestoreReport
 from ingress.recovery.survey import ReplayPreview, known_chains
 
 log = get_logger(__name__)
@@ -335,9 +335,7 @@ class ExactDrill:
         self._request = replace(request, name=SCRATCH_PREFIX + secrets.token_hex(6), promote=False)
         self._settings, self._make_server = settings, make_server
         self._clock, self._progress = parts.clock, parts.progress
-        # The scratch name is random, so one check that it is free is enough.
-        tuning = RestoreTuning(name_checks=1)
-        self._restore = Restore(settings, self._request, parts, tuning)
+        self._restore = Restore(settings, self._request, parts)
 
     async def run(self, stop: Stop) -> ExactReport:
         """Run the drill. In every case, remove the stream, and the server that was started.

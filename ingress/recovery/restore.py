@@ -60,6 +60,7 @@ from ingress.recovery.stream_archive import ArchiveState, with_guard_subject
 NAME_IN_USE = 10130  # error of a restore; also while the server still ends an earlier one, which it does not report
 CONSUMER_REFUSED_TEXT = "error restoring consumer"  # in RESTORE_FAILED: permanent; any other text may be temporary
 GREW_CODE = "E-RESTORE-GREW"
+NAME_CHECKS = 3
 ATTEMPTS = 5  # attempts from the beginning, if a server disappears or ends a restore
 ATTEMPT_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts
 EXPIRY_MARGIN_S = 60.0  # seconds; a message that `max_age` drops within them does not count as held
@@ -67,11 +68,8 @@ EXPIRY_MARGIN_S = 60.0  # seconds; a message that `max_age` drops within them do
 
 @dataclass(frozen=True, slots=True)
 class RestoreTuning:
-    """The timing of a restore. `name_checks`, `name_check_span_s`: how often, and over how many seconds, the name is
-    checked.
-    """
+    """The timing of a restore. `name_check_span_s`: the seconds over which the name is checked."""
 
-    name_checks: int = 3
     name_check_span_s: float = 3.0
     at_rest: AtRest = field(default_factory=AtRest)
 
@@ -284,7 +282,9 @@ class Restore:
 
     async def _restore(self, client: FloeClient, ready: PreflightResult, guarded: GuardedStream) -> RestoreReport:
         plan, consumers = ready.plan, [consumer.name for consumer in ready.plan.consumers]
-        await guarded.remove_leftover(self._tuning.name_checks, self._tuning.name_check_span_s)
+        # The name of a drill is random, so one check that it is free is enough.
+        checks = NAME_CHECKS if self._request.promote else 1
+        await guarded.remove_leftover(checks, self._tuning.name_check_span_s)
         try:
             expected, sent = await self._fill(client, ready, guarded.marker)
             failpoint("restore.filled")

@@ -22,9 +22,7 @@ from tests.support.basics import PATIENCE, seeded, soon, unique
 from tests.support.egress import SITE, Bench
 
 QUICK = RestoreTuning(
-    name_checks=3,
-    name_check_span_s=0.2,
-    at_rest=AtRest(answers=3, span_s=0.5, stall_timeout_s=60.0, consumers_timeout_s=20.0),
+    name_check_span_s=0.2, at_rest=AtRest(answers=3, span_s=0.5, stall_timeout_s=60.0, consumers_timeout_s=20.0)
 )
 
 
