@@ -27,11 +27,6 @@ def dom(folder: Path, url: str) -> str:
     return browse(folder, url, "--dump-dom")
 
 
-def screenshot(folder: Path, url: str, path: Path, size: str = "1280,900") -> None:
-    """Write the rendered page as a PNG to `path`."""
-    browse(folder, url, f"--screenshot={path}", f"--window-size={size}", "--force-device-scale-factor=0.9")
-
-
 def table_rows(document: str) -> list[list[str]]:
     """Return the texts of the cells of all rows of all tables."""
     rows = re.findall(r"<tr>(.*?)</tr>", document, re.DOTALL)
