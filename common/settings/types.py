@@ -162,8 +162,8 @@ class ExpandedText(str):
         return ExpandedText, (str(self), self.source)
 
 
-def value_error(expected: str, **context: Any) -> PydanticCustomError:
-    return PydanticCustomError("floe_value", "expected {expected}", {"expected": expected, **context})
+def value_error(expected: str) -> PydanticCustomError:
+    return PydanticCustomError("floe_value", "expected {expected}", {"expected": expected})
 
 
 @dataclass(frozen=True, slots=True)
