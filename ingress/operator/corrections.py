@@ -314,7 +314,7 @@ def _accept_effects(state: TargetState, reading: TargetReading, scan: TargetScan
         lost = checkpoint.target_sequence - reading.last_sequence
         lines.append(f"{lost} stored messages are gone and are not delivered again (with --from-target they are)")
     if state.intent is not None:
-        lines.append("the open intent is dropped: stop every paused or cut off instance of ingress first")
+        lines.append("the open intent is dropped: stop every suspended or unreachable instance of ingress first")
     lines += _found_lines(scan) + _foreign_lines(scan)
     if scan.unexplained:
         lines.append("if the stored state is an old copy, Floe wrote them: use --from-target instead")
@@ -360,7 +360,7 @@ def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Cor
     lines = [
         f"rows 1 to {stored} of the {intent.count} of the open intent count as stored",
         f"the other {left} are sent after target sequence {last}: those already stored are stored twice",
-        "stop every paused or cut off instance of ingress first",
+        "stop every suspended or unreachable instance of ingress first",
     ]
     return Correction(TargetState(moved, replace(intent, base=base)), lines)
 
@@ -403,7 +403,7 @@ def rebuild(
         lines.append(f"{scan.gone} messages are gone: those newer than the newest found are repeated")
     lines += _foreign_lines(scan)
     if state is None or state.intent is not None:
-        lines.append("stop every paused or cut off instance of ingress first")
+        lines.append("stop every suspended or unreachable instance of ingress first")
     before = state.checkpoint.positions if state else {}
     parked = parked_names_after(state.checkpoint, reading.created, positions) if state else None
     checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
