@@ -317,7 +317,7 @@ async def _check_subjects(client: FloeClient, plan: RestorePlan) -> None:
                 f"stream {plan.name}: expected subject {subject} to be free, found it in stream {others[0]}",
                 hint=choices(
                     ("restore it with other subjects", beside(plan.request)),
-                    (f"or remove it from {others[0]}; then", repeat_command(plan.request)),
+                    (f"or remove the subject from {others[0]}; then", repeat_command(plan.request)),
                 ),
                 code="E-RESTORE-SUBJECTS",
             )
