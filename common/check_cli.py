@@ -86,7 +86,7 @@ class CheckResult:
     def check_process(self, document: Mapping[str, Any]) -> None:
         """Add the problems that `document`, /status of any process, shows."""
         if (age := float(document.get("heartbeat_age_seconds", 0))) > HANG_AFTER_S:
-            self.add_problem(CheckState.CRITICAL, f"hangs: the event loop turned {age:.0f} s ago")
+            self.add_problem(CheckState.CRITICAL, f"hangs: the event loop last ran {age:.0f} s ago")
         for problem in document["problems"]:
             self.add_problem(CheckState.WARNING, f"not ready: {problem}")
 

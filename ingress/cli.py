@@ -36,7 +36,7 @@ def ingress() -> None:
 @config_option
 @run_command
 async def run(config: str) -> None:
-    """Replay the archive into the target streams, until SIGTERM.
+    """Deliver the archive into the target streams, until SIGTERM.
 
     SIGHUP takes over targets and sources that were added, changed or removed, log.level and secrets; other chains do
     not pause. If another key has changed, nothing is taken over. SIGQUIT logs the stack of every task.

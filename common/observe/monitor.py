@@ -504,7 +504,7 @@ class Pages:
 
     def _healthz(self, _accept: str) -> Answer:
         seconds = self._health.beat_age()
-        age = f"the event loop turned {seconds:.1f} s ago"
+        age = f"the event loop last ran {seconds:.1f} s ago"
         return text_answer(200, f"ok: {age}") if seconds <= MAX_BEAT_AGE_S else text_answer(503, f"hangs: {age}")
 
     def _readyz(self, _accept: str) -> Answer:

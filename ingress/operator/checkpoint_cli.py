@@ -47,7 +47,7 @@ position_type = cli.ParsedType("chain=sequence", tuple, _parse_position)
 @click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")
 @click.option("--forget", is_flag=True, help="Fill the empty target again from the archive.")
 @click.option("--forget-unlisted", is_flag=True, help="Forget chains that `sources` does not list.")
-@click.option("--position", "told", type=position_type, multiple=True, help="With --accept: a position that you know.")
+@click.option("--position", "known", type=position_type, multiple=True, help="With --accept: a position that you know.")
 @click.option("--accept-repeats", "repeats", is_flag=True, help="Store messages twice rather than lose them.")
 @cli.dry_run_option
 @cli.yes_option
@@ -70,7 +70,7 @@ async def checkpoint_set(
     """
     if (selector is None) is not (chosen["sequence"] is None):
         raise UsageError("expected a chain, as SITE/FEED, and --sequence together")
-    known_positions: tuple[Position, ...] = chosen.pop("told")
+    known_positions: tuple[Position, ...] = chosen.pop("known")
     repeats: bool = chosen.pop("repeats")
     action = _chosen_action(chosen)
     if known_positions and action != "accept":
@@ -152,7 +152,7 @@ def _plan_json(target: str, plan: CheckpointPlan, dry_run: bool) -> dict[str, ob
         "problem": plan.known.problem or None,
         "before": checkpoint_json(target, plan.known.state),
         "after": checkpoint_json(target, plan.correction.after),
-        "told": plan.correction.effects,
+        "effects": plan.correction.effects,
     }
 
 

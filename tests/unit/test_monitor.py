@@ -75,9 +75,9 @@ def test_a_process_is_ready_when_every_part_is_and_a_reason_forges_no_lines(heal
 
 
 def test_health_is_the_age_of_the_heartbeat(health: Health, monitor: Monitor, clock: ManualClock):
-    assert get(monitor, "/healthz")[::2] == (200, "ok: the event loop turned 0.0 s ago\n")
+    assert get(monitor, "/healthz")[::2] == (200, "ok: the event loop last ran 0.0 s ago\n")
     clock.advance(31)
-    assert get(monitor, "/healthz")[::2] == (503, "hangs: the event loop turned 31.0 s ago\n")
+    assert get(monitor, "/healthz")[::2] == (503, "hangs: the event loop last ran 31.0 s ago\n")
     health.beat()
     assert get(monitor, "/healthz")[0] == 200
 

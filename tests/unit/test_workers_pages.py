@@ -270,7 +270,7 @@ def test_durations_sizes_and_times_are_put_in_words() -> None:
     feed, chain = table_rows(text)[1], table_rows(text)[3]
     assert unescape(feed[9]) == "messages 7 · size 2.1 KiB · age 3m27s · closes in 56m33s · max size 100 MiB"
     assert (chain[5], unescape(chain[8])) == ("2h30m", "state reading · sequence 99 · alive 2026-11-24T10:51:11Z")
-    assert "the event loop turned 1m15s ago" in text
+    assert "the event loop last ran 1m15s ago" in text
 
 
 def test_a_target_is_shown_with_its_chains_and_leases_with_who_shares_them() -> None:
