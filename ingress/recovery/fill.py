@@ -147,7 +147,14 @@ class ArchiveFiller:
         """Yield the archive's bytes of `batch`, of the other `rows` and of its end. A batch is read and encoded while
         the bytes before it are sent. However long the store takes, `sink` keeps a restore alive meanwhile.
         """
-        ahead = self._work.start(partial(_next, rows, writer, batch))
+
+        def encode(batch: pa.RecordBatch | None) -> tuple[list[bytes], pa.RecordBatch | None]:
+            """Return the archive's bytes of `batch`, and the next batch; without a batch, the end of the archive."""
+            if batch is None:
+                return list(writer.encode_tail()), None
+            return list(writer.encode_rows(batch)), next(rows, None)
+
+        ahead = self._work.start(partial(encode, batch))
         try:
             while True:
                 while not await sink.wait_for(ahead):
@@ -156,7 +163,7 @@ class ArchiveFiller:
                 pieces, following = ahead.result()
                 failpoint("restore.sending")
                 if batch is not None:
-                    ahead = self._work.start(partial(_next, rows, writer, following))
+                    ahead = self._work.start(partial(encode, following))
                 for piece in pieces:
                     yield piece
                 if batch is None:
@@ -199,12 +206,3 @@ class ArchiveFiller:
     def _show_progress(self, size: int) -> None:
         rows, of = self.digests.rows, self._row_filter.rows_left if self._row_filter.needs_pass else self._plan.rows
         self._work.update(min(rows, of), of, f"{format_count(rows, 'message')}, {size_words(size)}")
-
-
-def _next(
-    rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None
-) -> tuple[list[bytes], pa.RecordBatch | None]:
-    """Return the archive's bytes of `batch`, and the next batch; without a batch, the end of the archive."""
-    if batch is None:
-        return list(writer.encode_tail()), None
-    return list(writer.encode_rows(batch)), next(rows, None)
