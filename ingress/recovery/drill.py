@@ -44,7 +44,7 @@ from ingress.recovery.receipt import StoredReplay, receipt_key
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.restore import Restore, RestoreReport
-from ingress.recovery.survey import ReplayPreview, known_chains
+from ingress.recovery.survey import known_chains
 
 log = get_logger(__name__)
 
@@ -203,23 +203,18 @@ class Drill:
         async def main() -> DrillReport:
             most = 2 * plan.raw_bytes + 1024 * plan.rows + SCRATCH_SLACK_BYTES
             await create_stream(client, scratch_config(self._stream, self._prefix, self._storage, most))
-            return await self._replay_and_compare(work, client, preview, stop)
+            result = await work.run(client, stop)
+            former = await work.load_former(client)
+            if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
+                raise Unavailable("the drill was stopped before its end", hint="run the same command again")
+            total = await self._compare(work, client, former.receipt.ranges, problems := list[Problem]())
+            # The plan reports holes without damage; accepted ones do not count.
+            reported = tuple(str(each) for each in problems if not isinstance(each, Hole) or each.causes)
+            full = await work.threads.run(self._full_replay_seconds, work.request, plan, result)
+            return DrillReport(result, plan, total, full, reported, preview.notes)
 
         scratch = ScratchStreams(client, work.service, self._settings.instance, self._clock, self._progress)
         return await scratch.run(self._stream, main)
-
-    async def _replay_and_compare(
-        self, work: Replay, client: FloeClient, preview: ReplayPreview, stop: Stop
-    ) -> DrillReport:
-        result = await work.run(client, stop)
-        former = await work.load_former(client)
-        if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
-            raise Unavailable("the drill was stopped before its end", hint="run the same command again")
-        total = await self._compare(work, client, former.receipt.ranges, problems := list[Problem]())
-        # The plan reports holes without damage; accepted ones do not count.
-        reported = tuple(str(each) for each in problems if not isinstance(each, Hole) or each.causes)
-        full = await work.threads.run(self._full_replay_seconds, work.request, preview.plan, result)
-        return DrillReport(result, preview.plan, total, full, reported, preview.notes)
 
     def _with_bounds(self, request: ReplayRequest) -> ReplayRequest:
         """Return `request`, for the last `DEFAULT_SEQUENCES` sequences if it has no bounds. Blocking."""
