@@ -170,8 +170,14 @@ class WholeSiteRestore:
         if stop.is_set:
             self._note(StreamOutcome(plan.request.feed, plan.name, "stopped", "not begun", EXIT_RETRY_LATER))
             return
+        report: RestoreReport | ExactReport
         try:
-            report = await self._bring_back(plan, stop, confirmed)
+            if self._make_drill is not None:
+                report = await self._make_drill(plan.request).run(stop)
+            else:
+                work = self._restores[plan.request.feed]
+                async with work.open_connection() as client:
+                    report = await work.run(client, stop, confirmed)
         except FloeError as error:
             # Effects elsewhere count only for a stream that is still to be filled.
             refused = None
@@ -183,15 +189,6 @@ class WholeSiteRestore:
         outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)
         self._note(replace(outcome, text=f"{report.as_json()['rows']:,} messages"))
         self._parts.progress.print(next(outcome.lines()))
-
-    async def _bring_back(
-        self, plan: RestorePlan, stop: Stop, confirmed: RestorePlan | None
-    ) -> RestoreReport | ExactReport:
-        if self._make_drill is not None:
-            return await self._make_drill(plan.request).run(stop)
-        work = self._restores[plan.request.feed]
-        async with work.open_connection() as client:
-            return await work.run(client, stop, confirmed)
 
     def _refused(self, plan: RestorePlan, error: FloeError) -> StreamOutcome:
         if error.code == EXISTS_CODE:
