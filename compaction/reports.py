@@ -12,7 +12,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from heapq import merge as merged_in_order
 from itertools import groupby
@@ -40,7 +39,7 @@ from common.objects.open import open_objects
 from common.objects.port import ObjectStore, sha256_of
 from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, Stretch, cover
 from common.settings.root import Settings
-from compaction.run import batched
+from compaction.run import batched, in_parallel
 from compaction.spark import Spark, spark_error
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ log = get_logger(__name__)
 METADATA = b"floe.report"
 STRETCHES_PER_PART = 10_000  # that are read before the report is replaced
 READ_ROUNDS = MAX_LEVEL + 2  # of reading: segments of each level may be gone or damaged
-CONCURRENT_REQUESTS = 8
 TASKS_PER_CORE = 4
 
 
@@ -325,9 +323,8 @@ class ArchiveReport:
 
     def _find_damaged(self, part: Sequence[Stretch[SegmentRef]]) -> set[str]:
         refs = {stretch.segment.key: stretch.segment for stretch in part}
-        with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
-            sound = pool.map(self.store.is_intact, refs.values())
-            return {key for key, is_sound in zip(refs, sound, strict=True) if not is_sound}
+        sound = in_parallel(self.store.is_intact, refs.values())
+        return {key for key, is_sound in zip(refs, sound, strict=True) if not is_sound}
 
 
 def _describe(place: tuple[str, str, str]) -> str:

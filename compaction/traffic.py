@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +21,8 @@ from common.clock import NS_PER_S, format_time
 from common.observe.page import STYLE, style_source, templates
 from common.sequences import SequenceRange, Stretch
 from common.settings.types import duration_words, size_words
-from compaction.reports import CONCURRENT_REQUESTS, FEED_FIELDS, METADATA, ArchiveReport, ReportState, as_floe_error
+from compaction.reports import FEED_FIELDS, METADATA, ArchiveReport, ReportState, as_floe_error
+from compaction.run import in_parallel
 
 HOUR, DAY = 3600, 86_400  # seconds
 HOUR_NS = HOUR * NS_PER_S
@@ -162,8 +162,7 @@ class TrafficReport(ArchiveReport):
         for number, *numbers in self._counted(part):
             found.setdefault(number, []).append(HourCount(*numbers))
         lacking = [n for n, s in enumerate(part) if sum(each.rows for each in found.get(n, ())) < len(s.rows)]
-        with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
-            footers = dict(zip(lacking, pool.map(self.store.footer, (part[n].segment for n in lacking)), strict=True))
+        footers = dict(zip(lacking, in_parallel(self.store.footer, (part[n].segment for n in lacking)), strict=True))
         for number, stretch in enumerate(part):
             yield from hour_rows(stretch, found.get(number, []), footers.get(number))
 
