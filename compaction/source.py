@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from common.archive.catalog import ChainName
 from common.archive.columns import SCHEMA
 from common.archive.documents import ChainStore
 from common.archive.keys import Layout
@@ -48,7 +47,7 @@ from common.objects.open import open_objects
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
 from common.settings.root import StoreSettings
 from common.settings.types import is_subject
-from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, parse_options
+from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, frame_schema, parse_options
 from compaction.spark import Batches, Spark, make_task
 from compaction.stream import CONCURRENT_LISTINGS, ArchiveStream, Positions
 
@@ -58,45 +57,29 @@ def read_stretch(
     stretch: Stretch[SegmentRef],
     columns: Sequence[str] = SCHEMA.names,
     row_filter: RowFilter = EVERY_ROW,
+    *,
+    is_fixed: bool = False,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of `stretch` that match `row_filter`, in order, with `columns` of the schema. No batch is empty.
 
     Includes the rows that others have of the segment's unread sequences (`common.archive.unread`). If the segment is
     gone or cannot be read, the rest is read through the cover of the remaining segments. Raises the segment's own error
-    (SegmentGone, SegmentCorrupt) if nothing else accounts for the rows.
+    (SegmentGone, SegmentCorrupt) if nothing else accounts for the rows. `is_fixed`: no other segment counts.
     """
     chain = stretch.segment.chain
 
     def refuse(problem: Problem) -> None:
         if not isinstance(problem, Hole):
             return  # others may cover its rows
-        floor = ChainStore(store.objects, store.layout).floor(chain)
+        floor = None if is_fixed else ChainStore(store.objects, store.layout).floor(chain)
         if floor is not None and problem.rows.first < floor.first:
             raise SegmentGone(f"{chain}: {floor}; load() again", code="E-FLOOR") from None
         raise problem.causes[-1] if problem.causes else SegmentGone(f"{chain}: {problem}")
 
-    archive = ChainArchive.planned(store, stretch)
+    refs = (stretch.segment,)
+    archive = ChainArchive(store, chain, refs, is_fixed=True) if is_fixed else ChainArchive.planned(store, stretch)
     for batch in Scan(archive, stretch.rows, refuse, columns=columns, row_filter=row_filter).batches():
         yield batch.select(columns)
-
-
-def read_segment(
-    store: SegmentStore,
-    stretch: Stretch[SegmentRef],
-    columns: Sequence[str],
-    row_filter: RowFilter,
-    *,
-    has_late_rows: bool,
-) -> Iterator[pa.RecordBatch]:
-    """Yield rows as `read_stretch`, from the stretch's own segment only; with `has_late_rows` also those that others
-    have of its unread sequences. Raises SegmentGone, SegmentCorrupt.
-    """
-    with open_stretch(store, stretch) if has_late_rows else store.open(stretch.segment, rows=stretch.rows) as reader:
-        ranges = reader.ranges(row_filter) if row_filter != EVERY_ROW else [stretch.rows]
-        for rows in filter(None, (each.intersection(stretch.rows) for each in ranges)):
-            for batch in reader.batches(rows, [*{*columns, *row_filter.columns}]):
-                if (found := row_filter.select(batch)).num_rows:
-                    yield found.select(columns)
 
 
 _WHOLE_FETCH_BYTES = 2**20  # bytes; a segment up to this size is fetched by one request, even for a part of it
@@ -122,7 +105,7 @@ class FloeDataSource(DataSource):
         return parse_options(self.options, SystemClock().now())
 
     def schema(self) -> types.StructType:
-        return _schema(self.read_options())
+        return _spark_schema(self.read_options().schema())
 
     def reader(self, schema: types.StructType) -> DataSourceReader:  # noqa: ARG002
         options = self.read_options()
@@ -142,32 +125,35 @@ def make_frame(spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: 
     It is not a data source: Spark plans one in a process of the driver, by the executors' interpreter, which is missing
     there if it comes with an archive.
     """
-    rows, own, names = SequenceRange(1, MAX_SEQUENCE), spark.settings, tuple(columns)
-    options = ReadOptions(own.store, own.spool_dir, ChainName(), rows, names, headers_parsed=False, is_by_segment=True)
-    task = make_task(pickle.dumps((options, list(stretches))), version(), work=f"{__name__}:read_parts")
+    schema, own = frame_schema(columns), spark.settings
+    payload = pickle.dumps((own.store, own.spool_dir, schema, list(stretches)))
+    task = make_task(payload, version(), work=f"{__name__}:read_parts")
     numbers = spark.session().range(0, len(stretches), 1, max(1, len(stretches)))
-    return numbers.mapInArrow(task, _schema(options))
+    return numbers.mapInArrow(task, _spark_schema(schema))
 
 
 def read_parts(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
     """Read stretches in an executor. The batches hold their places."""
-    options, stretches = pickle.loads(payload)  # noqa: S301 - from our own driver
+    settings, spool_dir, schema, stretches = pickle.loads(payload)  # noqa: S301 - from our own driver
+    store, columns = _open_store(settings, spool_dir), [name for name in SCHEMA.names if name in schema.names]
     for batch in batches:
         numbers: list[Any] = batch.column(0).to_pylist()
         for number in numbers:
-            yield from _read_partition(options, _Partition(stretches[number], number))
+            stretch: Stretch[SegmentRef] = stretches[number]
+            with open_stretch(store, stretch) as reader:
+                for rows in reader.batches(columns=columns):
+                    yield arrange_columns(rows, schema, {**stretch.segment.chain.log_context(), "segment": number})
 
 
-def _schema(options: ReadOptions) -> types.StructType:
-    return types.StructType([types.StructField(f.name, _SPARK_TYPES[f.type], f.nullable) for f in options.schema()])
+def _spark_schema(schema: pa.Schema) -> types.StructType:
+    return types.StructType([types.StructField(f.name, _SPARK_TYPES[f.type], f.nullable) for f in schema])
 
 
 @dataclass
 class _Partition(InputPartition):
-    """One stretch, and its number among the partitions of the read. `is_at_edge`: at an edge of the range of time."""
+    """One stretch. `is_at_edge`: at an edge of the range of time."""
 
     stretch: Stretch[SegmentRef]
-    number: int
     is_at_edge: bool = False
 
 
@@ -180,8 +166,7 @@ class _Reader(DataSourceReader):
         chains = self._options.selected(ChainStore(store.objects, store.layout))
         with ThreadPoolExecutor(CONCURRENT_LISTINGS) as pool:
             planned = pool.map(lambda chain: _plan_chain(store, chain, self._options), chains)
-            found = [stretch for stretches in planned for stretch in stretches]
-        return [_Partition(stretch, number, is_at_edge) for number, (stretch, is_at_edge) in enumerate(found)]
+            return [_Partition(stretch, is_at_edge) for stretches in planned for stretch, is_at_edge in stretches]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return _read_partition(self._options, partition)
@@ -205,15 +190,13 @@ def _read_partition(options: ReadOptions, partition: InputPartition) -> Iterator
     schema, stretch, store = options.schema(), partition.stretch, _open_store(options.store, options.spool_dir)
     wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
     columns = [name for name in SCHEMA.names if name in wanted]
-    # A named segment is read as it is, and so is one of a single level: no other may replace it.
-    is_cover = not options.is_by_segment and options.level is None
     is_large, is_whole = stretch.segment.size > _WHOLE_FETCH_BYTES, stretch.rows.encloses(stretch.segment.coverage)
     is_little = not is_whole or "payload" not in columns or bool(options.row_filter.subjects)
-    if not options.is_by_segment and (partition.is_at_edge or (is_large and is_little)):
+    if partition.is_at_edge or (is_large and is_little):
         store = store.with_partial_reads(always=True)
-    read = read_stretch if is_cover else partial(read_segment, has_late_rows=options.is_by_segment)
-    for batch in read(store, stretch, columns, options.row_filter):
-        yield arrange_columns(batch, schema, stretch.segment.chain, partition.number)
+    # A segment of a single level is read as it is: no other may replace it.
+    for batch in read_stretch(store, stretch, columns, options.row_filter, is_fixed=options.level is not None):
+        yield arrange_columns(batch, schema, stretch.segment.chain.log_context())
 
 
 class _FilteringReader(_Reader):
@@ -327,7 +310,7 @@ class _StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._stream.ends() or None
 
     def partitions(self, start: Positions, end: Positions) -> list[InputPartition]:
-        return [_Partition(stretch, number) for number, stretch in enumerate(self._stream.stretches(start, end))]
+        return [_Partition(stretch) for stretch in self._stream.stretches(start, end)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return _read_partition(self._options, partition)

@@ -1,6 +1,6 @@
 """Options of `spark.read.format("floe")` and `readStream`, parsed from text, and the columns that follow from them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +32,20 @@ HEADERS_PARSED = pa.field(
 SEGMENT_FIELD = pa.field("segment", pa.int32(), nullable=False)
 
 
-def arrange_columns(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: int) -> pa.RecordBatch:
-    parts = {**chain.log_context(), "segment": segment}
+def frame_schema(columns: Collection[str]) -> pa.Schema:
+    """Return the schema of `columns`: of those of a chain, those of its segments, and `segment`."""
+    fields = (*CHAIN_FIELDS, *SCHEMA, SEGMENT_FIELD)
+    return pa.schema([field.remove_metadata() for field in fields if field.name in columns])
+
+
+def arrange_columns(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, object]) -> pa.RecordBatch:
+    """Return `batch` with the columns of `schema`. `values`: of columns with the same value in each row."""
 
     def column(name: str) -> Any:
         if name == HEADERS_PARSED.name:
             return pa.array(map(_pairs, batch.column("headers").to_pylist()), HEADERS_PARSED.type)
-        if name in parts:
-            return pa.repeat(pa.scalar(parts[name], schema.field(name).type), batch.num_rows)
+        if name in values:
+            return pa.repeat(pa.scalar(values[name], schema.field(name).type), batch.num_rows)
         return batch.column(name)
 
     arrays = [column(name) for name in schema.names]
@@ -94,12 +100,10 @@ class StreamOptions:
 class ReadOptions:
     """Selection and columns of a read.
 
-    `chain`: each part that is None is a column. `rows`: of every chain. `columns`:
-    None for all. `is_by_segment`: segments are read as they are instead of the cover, with the rows that others have of
-    their unread sequences, and with their place as a column. `level`: only its segments, None for the cover over all.
-    `row_filter`: rows by time and subject; `margin_ns`: the time by which a message may be earlier than one before it.
-    `feeds`: those of the configuration, if there is one; they need not be archived yet. `pushdown`: filters are pushed
-    down. `given`: names of the options that are set.
+    `chain`: each part that is None is a column. `rows`: of every chain. `columns`: None for all. `level`: only its segments, None for the cover over all. `row_filter`: rows by time and subject;
+    `margin_ns`: the time by which a message may be earlier than one before it. `feeds`: those of the configuration, if
+    there is one; they need not be archived yet. `pushdown`: filters are pushed down. `given`: names of the options that
+    are set.
     """
 
     store: StoreSettings
@@ -108,7 +112,6 @@ class ReadOptions:
     rows: SequenceRange
     columns: tuple[str, ...] | None
     headers_parsed: bool
-    is_by_segment: bool = False
     level: int | None = None
     row_filter: RowFilter = field(default_factory=RowFilter)
     margin_ns: int = SKEW_MARGIN_NS
@@ -130,7 +133,6 @@ class ReadOptions:
         fields = [field for field, part in zip(CHAIN_FIELDS, self.chain, strict=True) if part is None]
         fields += list(SCHEMA.remove_metadata())
         fields += [HEADERS_PARSED] if self.headers_parsed else []
-        fields += [SEGMENT_FIELD] if self.is_by_segment else []
         if self.columns is not None:
             fields = [field for field in fields if field.name in self.columns]
         return pa.schema([field.remove_metadata() for field in fields])
