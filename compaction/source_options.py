@@ -100,10 +100,10 @@ class StreamOptions:
 class ReadOptions:
     """Selection and columns of a read.
 
-    `chain`: each part that is None is a column. `rows`: of every chain. `columns`: None for all. `level`: only its segments, None for the cover over all. `row_filter`: rows by time and subject;
-    `margin_ns`: the time by which a message may be earlier than one before it. `feeds`: those of the configuration, if
-    there is one; they need not be archived yet. `pushdown`: filters are pushed down. `given`: names of the options that
-    are set.
+    `chain`: each part that is None is a column. `rows`: of every chain. `columns`: None for all. `level`: only its
+    segments, None for the cover over all. `row_filter`: rows by time and subject; `margin_ns`: the time by which a
+    message may be earlier than one before it. `feeds`: those of the configuration, if there is one; they need not be
+    archived yet. `pushdown`: filters are pushed down. `given`: names of the options that are set.
     """
 
     store: StoreSettings
