@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.nats.api import consumer_info, consumer_names, create_consumer, stream_info
+from common.nats.api import consumer_info, consumer_names, create_consumer
 from common.settings.egress import FeedSettings
 from egress.consumers import WantedMessages, open_consumer
 from egress.partition import partitions_of
@@ -20,14 +20,9 @@ async def make(bench: Bench, retention: str, **config: Any) -> str:
     return await bench.make_stream(unique("T"), retention=retention, **config)
 
 
-async def held(bench: Bench, stream: str) -> int:
-    """The number of messages that the stream holds."""
-    return (await stream_info(bench.client, stream)).messages
-
-
 async def emptied(bench: Bench, stream: str) -> None:
     async def is_empty() -> bool:
-        return await held(bench, stream) == 0
+        return await bench.held(stream) == 0
 
     await soon(is_empty)
 
@@ -133,7 +128,7 @@ async def test_a_durable_that_an_admin_removes_is_an_alarm_what_was_received_is_
     (name,) = await durables(bench, stream)
     await bench.client.api(f"CONSUMER.DELETE.{stream}.{name}")
     await bench.publish(stream, [b"lost"] * 5)
-    assert await held(bench, stream) == 0
+    assert await bench.held(stream) == 0
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 45)
         assert lapses(stream) == 2
@@ -179,7 +174,7 @@ async def test_a_recreated_interest_stream_drops_nothing_while_it_is_judged(benc
         await soon(lambda: durables(bench, stream))
         await bench.publish(stream, numbered(10))
         await soon(lambda: running.state(stream) == "stopped")
-        assert await held(bench, stream) == 10
+        assert await bench.held(stream) == 10
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 10, incarnation=1)
         await emptied(bench, stream)
@@ -199,7 +194,7 @@ async def test_a_consumer_in_the_way_and_a_beginning_in_the_middle_are_refused_a
     assert bench.chains.read_chain(bench.chain(stream)) is None
     async with bench.egress({"stream": stream}) as running:
         assert "consumer worker" in (await running.stopped(stream))["why"]
-        assert await held(bench, stream) == 5
+        assert await bench.held(stream) == 5
         await bench.client.api(f"CONSUMER.DELETE.{stream}.worker")
         await bench.archived_to(stream, 5)
 
@@ -222,7 +217,7 @@ async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_dur
         parts = partitions_of(SITE, settings)
         for part in parts:
             await open_consumer(bench.client, WantedMessages(part, "interest"))
-    assert await held(bench, stream) == 5 * counts[1]
+    assert await bench.held(stream) == 5 * counts[1]
     assert sorted(parts[0].partition_of(name) or 0 for name in await durables(bench, stream)) == [*range(counts[1])]
 
 

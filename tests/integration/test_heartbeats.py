@@ -42,7 +42,7 @@ async def test_each_subject_gets_its_headers_and_the_time_at_its_interval(bench:
     settings = beating(stream, "quick", headers={"Region": "eu", "note": "naïve"})
     settings["subjects"].append({"subject": f"{stream}.slow", "interval": "1h"})
     async with bench.egress({"stream": stream}, heartbeats=settings):
-        await soon(lambda: reached(bench, stream, 5))
+        await soon(lambda: bench.reaches(stream, 5))
     found = [await get_message(bench.client, stream, n) for n in range(1, 6)]
     messages = [message for message in found if message]
     for message in messages:
@@ -53,10 +53,6 @@ async def test_each_subject_gets_its_headers_and_the_time_at_its_interval(bench:
     times = [m.timestamp_ns / 1e9 for m in messages if m.subject.endswith(b"quick")]
     assert len(times) >= 4, "the slow one is published once"
     assert 0.5 < (times[-1] - times[0]) / (len(times) - 1) < 2, times
-
-
-async def reached(bench: Bench, stream: str, last: int) -> bool:
-    return await bench.last(stream) >= last
 
 
 async def test_one_of_three_members_leads_and_another_follows_at_once(bench: Bench) -> None:

@@ -54,10 +54,6 @@ def test_sources_come_before_those_that_read_them_and_a_circle_ends():
     assert waves == [{"raw", "b", "far", "own"}, {"a"}, {"sum"}, {"x", "y"}]
 
 
-async def reaches(bench: Bench, stream: str, last: int) -> bool:
-    return await bench.last(stream) >= last
-
-
 async def test_a_site_that_lost_its_server_comes_back_by_one_command(alone: tuple[Bench, NatsServer]) -> None:
     bench, _ = alone
     streams = [await bench.make_stream(unique(f"R{number}"), storage="file") for number in range(3)]
@@ -65,7 +61,7 @@ async def test_a_site_that_lost_its_server_comes_back_by_one_command(alone: tupl
         await bench.publish(stream, [b"%d" % number] * 40)
     total = unique("SUM")
     await create_stream(bench.client, {"name": total, "sources": [{"name": each} for each in streams[:2]]})
-    await soon(lambda: reaches(bench, total, 80))
+    await soon(lambda: bench.reaches(total, 80))
     sampled = {"name": "SAMPLED", "stream": unique("L"), "inspect_subject_token": 2, "inspect_duration": "1h"}
     await bench.make_stream(sampled["stream"])
     await bench.publish(sampled["stream"], [b"x"] * 20)

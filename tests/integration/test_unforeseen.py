@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from common.clock import SystemClock
-from common.nats.api import stream_info
 from common.nats.client import FloeClient, frame
 from common.observe.monitor import Health
 from common.settings.root import Settings
@@ -39,12 +38,8 @@ def payloads(bench: Bench, feed: str) -> list[bytes]:
     return [message.payload for message in bench.messages(feed)]
 
 
-async def held(bench: Bench, stream: str) -> int:
-    return (await stream_info(bench.client, stream)).messages
-
-
 async def holds(bench: Bench, stream: str, number: int) -> bool:
-    return await held(bench, stream) == number
+    return await bench.held(stream) == number
 
 
 async def test_an_error_for_ever_is_shown_and_takes_nothing_along(
@@ -66,7 +61,7 @@ async def test_an_error_for_ever_is_shown_and_takes_nothing_along(
         assert (status["code"], "defect" in status["hint"]) == ("E-UNEXPECTED", True)
         assert any("no room" in problem for problem in running.health.problems())
         assert running.state(other) == "reading"
-        assert (bench.end(stream), await held(bench, stream)) in ((0, 3), (1, 2))
+        assert (bench.end(stream), await bench.held(stream)) in ((0, 3), (1, 2))
         pauses = [b - a for a, b in zip(poison.times, poison.times[1:], strict=False)]
         assert pauses[2] > 0.5, pauses
         poison.left = 0

@@ -194,11 +194,15 @@ class Bench:
             count += 1
             if count % 4000 == 0:
                 # The server drops messages that it cannot queue.
-                await soon(lambda: self._reached(stream, before + count))  # noqa: B023
-        await soon(lambda: self._reached(stream, before + count))
+                await soon(lambda: self.reaches(stream, before + count))  # noqa: B023
+        await soon(lambda: self.reaches(stream, before + count))
 
-    async def _reached(self, stream: str, last: int) -> bool:
+    async def reaches(self, stream: str, last: int) -> bool:
         return await self.last(stream) >= last
+
+    async def held(self, stream: str) -> int:
+        """Return the number of messages that the stream holds."""
+        return (await stream_info(self.client, stream)).messages
 
     async def last(self, stream: str) -> int:
         """Return the last sequence of the stream. Waits while its cluster has no leader."""

@@ -12,11 +12,8 @@ from ingress.operator import corrections
 from ingress.operator.corrections import CorrectionRefused, ParkedMarks, TargetScan, accept, forget, move, rebuild
 from ingress.parked import ParkedEntry, ParkedName
 from ingress.verdict.verdict import Finding, IntentVerdict, NoOrigin, Origin, judge
-from tests.support.ingress import CHAIN, OTHER, piece, reading
-
-A, B = CHAIN, OTHER
-CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
-OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
+from tests.support.ingress import piece, reading
+from tests.unit.test_ingress_verdict import CLOSED, OPEN, A, B
 
 
 def row_of(chain: Chain, sequence: int) -> bytes:
