@@ -151,19 +151,19 @@ def test_speculation_is_refused_and_missing_files_are_errors():
 ON = {"spark.authenticate": "true"}
 
 
-@pytest.mark.parametrize(
-    ("master", "conf", "missing"),
-    [
-        ("yarn", {}, None),
-        ("k8s://https://k8s:6443", {}, None),
-        ("spark://host:7077", {"spark.authenticate.secret": "s"}, None),
-        ("spark://host:7077", ON, None),
-        ("spark://host:7077", ON | {"spark.ssl.rpc.enabled": "true"}, None),
-        ("spark://host:7077", {}, "spark.authenticate"),
-        ("yarn", {"spark.network.crypto.enabled": "false"}, "spark.network.crypto.enabled"),
-        ("local[*]", {}, None),
-    ],
-)
+CLUSTERS = [
+    ("yarn", {}, None),
+    ("k8s://https://k8s:6443", {}, None),
+    ("spark://host:7077", {"spark.authenticate.secret": "s"}, None),
+    ("spark://host:7077", ON, None),
+    ("spark://host:7077", ON | {"spark.ssl.rpc.enabled": "true"}, None),
+    ("spark://host:7077", {}, "spark.authenticate"),
+    ("yarn", {"spark.network.crypto.enabled": "false"}, "spark.network.crypto.enabled"),
+    ("local[*]", {}, None),
+]
+
+
+@pytest.mark.parametrize(("master", "conf", "missing"), CLUSTERS)
 def test_a_secret_is_refused_if_tasks_are_sent_in_clear_else_a_warning_is_given(
     master: str, conf: dict[str, str], missing: str | None, caplog: pytest.LogCaptureFixture
 ):

@@ -110,18 +110,18 @@ def grace(service: str) -> float:
     return parse_duration(COMPOSE["services"][service]["stop_grace_period"])
 
 
-@pytest.mark.parametrize(
-    ("file", "role", "seconds", "port"),
-    [
-        ("systemd/site", "egress", EGRESS.keys["TimeoutStopSec"], None),
-        ("systemd/central", "ingress", INGRESS.keys["TimeoutStopSec"], None),
-        ("helm/site", "egress", VALUES["egress"]["terminationGracePeriodSeconds"], VALUES["egress"]["port"]),
-        ("helm/central", "ingress", VALUES["ingress"]["terminationGracePeriodSeconds"], VALUES["ingress"]["port"]),
-        ("compose/site-east", "egress", grace("egress-east"), "egress-east"),
-        ("compose/site-west", "egress", grace("egress-west"), "egress-west"),
-        ("compose/central", "ingress", grace("ingress"), "ingress"),
-    ],
-)
+CONFIGURATIONS = [
+    ("systemd/site", "egress", EGRESS.keys["TimeoutStopSec"], None),
+    ("systemd/central", "ingress", INGRESS.keys["TimeoutStopSec"], None),
+    ("helm/site", "egress", VALUES["egress"]["terminationGracePeriodSeconds"], VALUES["egress"]["port"]),
+    ("helm/central", "ingress", VALUES["ingress"]["terminationGracePeriodSeconds"], VALUES["ingress"]["port"]),
+    ("compose/site-east", "egress", grace("egress-east"), "egress-east"),
+    ("compose/site-west", "egress", grace("egress-west"), "egress-west"),
+    ("compose/central", "ingress", grace("ingress"), "ingress"),
+]
+
+
+@pytest.mark.parametrize(("file", "role", "seconds", "port"), CONFIGURATIONS)
 def test_a_configuration_leaves_the_time_that_a_drain_may_take_and_listens_where_it_is_asked(
     tmp_path: Path, file: str, role: str, seconds: float | str, port: int | str | None
 ):

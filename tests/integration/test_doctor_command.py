@@ -317,14 +317,14 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
 # Features of the servers
 
 
-@pytest.mark.parametrize(
-    ("extra", "domain", "code", "todo"),
-    [
-        ("jetstream: disabled", "", "E-NO-RESPONDERS", ""),
-        ("accounts { A: { users: [{user: a, password: p}] } }", "", "E-JS-10039", ""),
-        ("", "nowhere", "E-NO-RESPONDERS", "jetstream_domain"),
-    ],
-)
+WITHOUT_JETSTREAM = [
+    ("jetstream: disabled", "", "E-NO-RESPONDERS", ""),
+    ("accounts { A: { users: [{user: a, password: p}] } }", "", "E-JS-10039", ""),
+    ("", "nowhere", "E-NO-RESPONDERS", "jetstream_domain"),
+]
+
+
+@pytest.mark.parametrize(("extra", "domain", "code", "todo"), WITHOUT_JETSTREAM)
 async def test_a_server_without_jetstream_is_named(
     tmp_path: Path, extra: str, domain: str, code: str, todo: str
 ) -> None:

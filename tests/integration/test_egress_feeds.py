@@ -75,18 +75,18 @@ async def test_everything_purged_is_covered_by_a_heartbeat_and_unverified_until_
     assert bench.ledger(stream) == {"gone_before_read": 5}
 
 
-@pytest.mark.parametrize(
-    ("start", "first"),
-    [
-        ({}, 1),
-        ({"start_sequence": 4}, 4),
-        ({"start_at_end": True}, 11),
-        ({"start_sequence": 50}, 50),
-        ({"start_time": "2000-01-01T00:00:00Z"}, 1),
-        ({"start_delta": "1h"}, 1),
-        ({"start_time": "2100-01-01T00:00:00Z"}, 11),
-    ],
-)
+STARTS = [
+    ({}, 1),
+    ({"start_sequence": 4}, 4),
+    ({"start_at_end": True}, 11),
+    ({"start_sequence": 50}, 50),
+    ({"start_time": "2000-01-01T00:00:00Z"}, 1),
+    ({"start_delta": "1h"}, 1),
+    ({"start_time": "2100-01-01T00:00:00Z"}, 11),
+]
+
+
+@pytest.mark.parametrize(("start", "first"), STARTS)
 @pytest.mark.simulated
 async def test_a_feed_begins_at_its_start_key_and_the_key_counts_once(bench, start: dict[str, object], first: int):
     stream = await bench.filled([b"x"] * 10)
@@ -101,14 +101,14 @@ async def test_a_feed_begins_at_its_start_key_and_the_key_counts_once(bench, sta
     assert ([m.sequence for m in bench.messages(stream)], bench.ledger(stream)) == (list(range(first, 56)), {})
 
 
-@pytest.mark.parametrize(
-    ("now", "shown"),
-    [
-        ({"filter_subject": "STREAM.b"}, "the filter STREAM.b"),
-        ({"relay": True}, "the whole stream as a relay"),
-        ({"partitions": ["STREAM.0.>", "STREAM.1.>"]}, "2 partitions (STREAM.0.>, STREAM.1.>)"),
-    ],
-)
+INVALID_CHANGES = [
+    ({"filter_subject": "STREAM.b"}, "the filter STREAM.b"),
+    ({"relay": True}, "the whole stream as a relay"),
+    ({"partitions": ["STREAM.0.>", "STREAM.1.>"]}, "2 partitions (STREAM.0.>, STREAM.1.>)"),
+]
+
+
+@pytest.mark.parametrize(("now", "shown"), INVALID_CHANGES)
 @pytest.mark.simulated
 async def test_an_invalid_change_of_a_begun_chain_stops_it(bench: Bench, now: dict[str, Any], shown: str) -> None:
     stream = await bench.begun([b"x"])

@@ -167,14 +167,14 @@ async def archive_in_three(bench: Bench) -> str:
     return await bench.begun((b"%d" % i for i in range(30)), {"max_messages": 10, "max_age": "1h"})
 
 
-@pytest.mark.parametrize(
-    ("first", "deleted", "found"),
-    [
-        (1, [15, 17], "1..10 11..20 21..30 31..35"),
-        (16, [], "1..10 16..20 21..30 31..35"),
-        (21, [], "1..10 21..30 31..35"),
-    ],
-)
+FILLED_HOLES = [
+    (1, [15, 17], "1..10 11..20 21..30 31..35"),
+    (16, [], "1..10 16..20 21..30 31..35"),
+    (21, [], "1..10 21..30 31..35"),
+]
+
+
+@pytest.mark.parametrize(("first", "deleted", "found"), FILLED_HOLES)
 async def test_a_hole_is_filled_as_far_as_the_source_goes_and_reading_resumes_behind_it(
     bench: Bench, first: int, deleted: list[int], found: str
 ) -> None:

@@ -100,17 +100,16 @@ async def test_a_session_and_a_put_list_the_end_once_each(world: World) -> None:
     assert (world.objects.requests, world.objects.keys) == (2, 2), "the newest segment, by each"
 
 
-@pytest.mark.parametrize(
-    ("mark", "segments", "holes"),
-    [
-        # A crash before the mark: the segment that contains it may be merged already.
-        (90, [(1, 80, 1), (81, 90, 1), (91, 100, 0)], ()),
-        (30, [(1, 40, 1), (41, 60, 1), (71, 80, 1), (81, 90, 0), (91, 100, 0)], (SequenceRange(61, 70),)),
-        (None, [(1, 10, 0), (21, 100, 0)], (SequenceRange(11, 20),)),
-        (90, [(1, 80, 0), (91, 100, 0)], (SequenceRange(81, 90),)),
-    ],
-    ids=["crash", "old", "none", "of no segment"],
-)
+MARKS = [
+    # A crash before the mark: the segment that contains it may be merged already.
+    (90, [(1, 80, 1), (81, 90, 1), (91, 100, 0)], ()),
+    (30, [(1, 40, 1), (41, 60, 1), (71, 80, 1), (81, 90, 0), (91, 100, 0)], (SequenceRange(61, 70),)),
+    (None, [(1, 10, 0), (21, 100, 0)], (SequenceRange(11, 20),)),
+    (90, [(1, 80, 0), (91, 100, 0)], (SequenceRange(81, 90),)),
+]
+
+
+@pytest.mark.parametrize(("mark", "segments", "holes"), MARKS, ids=["crash", "old", "none", "of no segment"])
 async def test_the_true_end_and_the_holes_behind_the_mark_are_found_and_a_mark_of_no_segment_is_asked_for_again(
     world: World, mark: int | None, segments: list[tuple[int, int, int]], holes: tuple[SequenceRange, ...]
 ) -> None:

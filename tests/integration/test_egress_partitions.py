@@ -201,13 +201,13 @@ async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench
     assert f"site/{stream}/0001 begins at 201: {cut}" in done.out.splitlines()
 
 
-@pytest.mark.parametrize(
-    "failpoint",
-    [
-        *("egress.after_put", "repartition.after_stream"),
-        *map(soak_only, ("repartition.before_stream", "repartition.after_chain")),
-    ],
-)
+FAILPOINTS = [
+    *("egress.after_put", "repartition.after_stream"),
+    *map(soak_only, ("repartition.before_stream", "repartition.after_chain")),
+]
+
+
+@pytest.mark.parametrize("failpoint", FAILPOINTS)
 async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, failpoint: str) -> None:
     """Behind the commit the old partition layout stops."""
     stream, parts = await uneven(bench, 60)

@@ -36,16 +36,16 @@ def accept(archive: Archive, first: int, last: int, *more: str, chain: Chain = C
     return run_here("gap", "accept", "-c", config, named, "--first", str(first), "--last", str(last), *more)
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "why"),
-    [
-        (5, 12, "expected no segment there, found 1..10"),
-        (11, 21, "expected no segment there, found 21..30"),
-        (11, 40, "which ends at 30"),
-        (31, 31, "which does not reach 31"),
-        (20, 11, "is greater than --last"),
-    ],
-)
+COVERED_RANGES = [
+    (5, 12, "expected no segment there, found 1..10"),
+    (11, 21, "expected no segment there, found 21..30"),
+    (11, 40, "which ends at 30"),
+    (31, 31, "which does not reach 31"),
+    (20, 11, "is greater than --last"),
+]
+
+
+@pytest.mark.parametrize(("first", "last", "why"), COVERED_RANGES)
 def test_only_uncovered_rows_can_be_accepted(holed: Archive, first: int, last: int, why: str) -> None:
     done = accept(holed, first, last, "--yes")
 

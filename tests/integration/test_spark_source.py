@@ -76,16 +76,16 @@ def at(sequence: int) -> str:
     return f"2023-11-14T22:13:20.{sequence * 1_001:09d}Z"
 
 
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({"from_sequence": 35, "to_sequence": 64}, range(35, 65)),
-        ({"since": at(35), "until": at(65)}, range(35, 65)),
-        ({"since": at(35), "to_sequence": 40, "level": 0}, range(35, 41)),
-        ({"from_sequence": 1000}, ()),
-        ({"level": 1}, range(1, 61)),
-    ],
-)
+QUERIED_RANGES = [
+    ({"from_sequence": 35, "to_sequence": 64}, range(35, 65)),
+    ({"since": at(35), "until": at(65)}, range(35, 65)),
+    ({"since": at(35), "to_sequence": 40, "level": 0}, range(35, 41)),
+    ({"from_sequence": 1000}, ()),
+    ({"level": 1}, range(1, 61)),
+]
+
+
+@pytest.mark.parametrize(("options", "wanted"), QUERIED_RANGES)
 def test_exactly_the_rows_that_are_asked_for_are_read(archive: Archive, options: dict, wanted: Sequence[int]):
     assert frame(archive, **ONE, **options).orderBy("sequence").toArrow().column("sequence").to_pylist() == [*wanted]
 

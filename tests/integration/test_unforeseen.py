@@ -289,14 +289,14 @@ def _down(_self: object, *args: object) -> bool:
     return args[-1] is False
 
 
+EGRESS_PLACES = [
+    *("egress.feed:PartitionFeed._work_under_lease", "egress.feed:PartitionFeed._stop_after_hand_over"),
+    *("common.observe.monitor:Health.beat", "egress.feed:_deadline", "egress.heartbeats:Reachability.set_nats"),
+]
+
+
 @pytest.mark.real
-@pytest.mark.parametrize(
-    "place",
-    [
-        *("egress.feed:PartitionFeed._work_under_lease", "egress.feed:PartitionFeed._stop_after_hand_over"),
-        *("common.observe.monitor:Health.beat", "egress.feed:_deadline", "egress.heartbeats:Reachability.set_nats"),
-    ],
-)
+@pytest.mark.parametrize("place", EGRESS_PLACES)
 async def test_ownerless_errors_end_egress(
     bench: Bench, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -317,15 +317,14 @@ async def test_ownerless_errors_end_egress(
         assert running.task.done()
 
 
-@pytest.mark.parametrize(
-    ("place", "where"),
-    [
-        ("ingress.target:TargetSupervisor._hold", lambda one, *_: one.target.endswith("_A")),
-        ("common.observe.monitor:Health.beat", lambda *_: True),
-        ("ingress.service:Controller._set_nats_state", _down),
-    ],
-    ids=["target", "beat", "listener"],
-)
+INGRESS_PLACES = [
+    ("ingress.target:TargetSupervisor._hold", lambda one, *_: one.target.endswith("_A")),
+    ("common.observe.monitor:Health.beat", lambda *_: True),
+    ("ingress.service:Controller._set_nats_state", _down),
+]
+
+
+@pytest.mark.parametrize(("place", "where"), INGRESS_PLACES, ids=["target", "beat", "listener"])
 async def test_ownerless_errors_end_ingress(
     tmp_path: Path, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, place: str, where: Callable[..., bool]
 ) -> None:

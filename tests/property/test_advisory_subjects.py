@@ -44,18 +44,18 @@ def test_a_value_can_be_read_from_its_subject_unless_it_was_cut_and_no_other_has
     assert (subject == subject_tokens(other)) == (value == other)
 
 
-@pytest.mark.parametrize(
-    ("value", "subject"),
-    [
-        ("node1.example.net", "node1.example.net"),
-        ("größe", "größe"),
-        ("a b", "a%20b"),
-        ("*.>", "%2A.%3E"),
-        ("50%", "50%25"),
-        (".a..b.", "%2Ea.%2Eb%2E"),
-        ("x\r\nPUB $JS.API.STREAM.DELETE.S 0", "x%0D%0APUB%20$JS.API.STREAM.DELETE.S%200"),
-    ],
-)
+SUBJECTS_OF_VALUES = [
+    ("node1.example.net", "node1.example.net"),
+    ("größe", "größe"),
+    ("a b", "a%20b"),
+    ("*.>", "%2A.%3E"),
+    ("50%", "50%25"),
+    (".a..b.", "%2Ea.%2Eb%2E"),
+    ("x\r\nPUB $JS.API.STREAM.DELETE.S 0", "x%0D%0APUB%20$JS.API.STREAM.DELETE.S%200"),
+]
+
+
+@pytest.mark.parametrize(("value", "subject"), SUBJECTS_OF_VALUES)
 def test_what_becomes_of_a_value(value: str, subject: str) -> None:
     assert subject_tokens(value) == subject
 

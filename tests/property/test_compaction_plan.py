@@ -184,14 +184,14 @@ def run(archive: Archive, policies: list[TestPolicy], window: int) -> RunReport:
     return Compaction(archive.store, policies, 0, LocalRunner(archive.store), window=window, batch=1).run(Selection())
 
 
-@pytest.mark.parametrize(
-    ("late", "policies", "window"),
-    [
-        ({15: (12, 18), 3: (3, 4)}, [LOW, HIGH], 1),  # a later window closes the group
-        # In the last segment of the first group and in the first of the second, which a later batch merges.
-        ({33: (33, 34), 43: (43, 44)}, [HIGH], 6),
-    ],
-)
+LATE_SEGMENTS = [
+    ({15: (12, 18), 3: (3, 4)}, [LOW, HIGH], 1),  # a later window closes the group
+    # In the last segment of the first group and in the first of the second, which a later batch merges.
+    ({33: (33, 34), 43: (43, 44)}, [HIGH], 6),
+]
+
+
+@pytest.mark.parametrize(("late", "policies", "window"), LATE_SEGMENTS)
 def test_a_late_segment_waits_until_what_contains_it_is_no_input_of_a_merge_of_the_same_round(
     archive: Archive, late: dict[int, tuple[int, int]], policies: list[TestPolicy], window: int
 ):

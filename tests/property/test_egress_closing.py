@@ -74,21 +74,21 @@ def test_an_incarnation_closes_once_with_the_ends_that_all_partitions_agree_on(
         assert CLOSING.decode(CLOSING.encode(closing)) == closing
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b"[" * 100_000,
-        b'{"format_version":2,"ends":{},"decision":null,"next":null}',
-        b'{"format_version":1,"ends":{"x":{"end":1,"first":1,"created":""}},"decision":null,"next":null}',
-        b'{"format_version":1,"ends":{"0":{"end":-1,"first":1,"created":""}},"decision":null,"next":null}',
-        b'{"format_version":1,"ends":{"0":{"end":1,"first":0,"created":""}},"decision":null,"next":null}',
-        b'{"format_version":1,"ends":{},"decision":{"created":"","first":{"0":0}},"next":null}',
-        b'{"format_version":1,"ends":{},"decision":null,"next":null,"more":1}',
-    ],
-)
+BAD_CLOSINGS = [
+    b"",
+    b"[]",
+    b"{}",
+    b"[" * 100_000,
+    b'{"format_version":2,"ends":{},"decision":null,"next":null}',
+    b'{"format_version":1,"ends":{"x":{"end":1,"first":1,"created":""}},"decision":null,"next":null}',
+    b'{"format_version":1,"ends":{"0":{"end":-1,"first":1,"created":""}},"decision":null,"next":null}',
+    b'{"format_version":1,"ends":{"0":{"end":1,"first":0,"created":""}},"decision":null,"next":null}',
+    b'{"format_version":1,"ends":{},"decision":{"created":"","first":{"0":0}},"next":null}',
+    b'{"format_version":1,"ends":{},"decision":null,"next":null,"more":1}',
+]
+
+
+@pytest.mark.parametrize("raw", BAD_CLOSINGS)
 def test_what_is_no_closing_is_refused(raw: bytes) -> None:
     with pytest.raises(ValueError):
         CLOSING.decode(raw)

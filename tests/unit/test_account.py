@@ -46,23 +46,23 @@ def test_a_stream_is_archived_by_a_pattern_or_uncovered_unless_it_needs_no_archi
         assert (feed.name, feed.stream, feed.max_age, feed.filters()) == (found.name, found.name, 3600, ("",))
 
 
-@pytest.mark.parametrize(
-    ("found", "entry", "is_taken", "reason"),
-    [
-        (stream(retention="workqueue"), {}, False, "retention workqueue"),
-        (stream(retention="workqueue"), {"retention": ["limits", "workqueue"]}, True, None),
-        (stream(), {"retention": ["workqueue"]}, False, "retention limits"),
-        (stream(is_copy=True), {"relay": True}, True, None),
-        (stream(mirror={"name": "X"}), {"mirrors": True}, True, None),
-        (stream("$MQTT_msgs"), {"streams": ["*", "$MQTT_m*"]}, True, None),
-        (stream("A"), {"except": "A"}, False, None),
-        (stream("A_1"), {"streams": ["B", "A_*"], "except": ["A_2"]}, True, None),
-        (stream("N"), {}, False, "a feed of another stream has this name"),
-        (AccountStream("S"), {}, False, "its retention is not known"),
-        (stream(messages=0), {}, False, None),  # a target of Floe may begin like this
-        (stream(messages=0, retention="interest"), {"retention": ["interest"]}, True, None),
-    ],
-)
+ENTRIES = [
+    (stream(retention="workqueue"), {}, False, "retention workqueue"),
+    (stream(retention="workqueue"), {"retention": ["limits", "workqueue"]}, True, None),
+    (stream(), {"retention": ["workqueue"]}, False, "retention limits"),
+    (stream(is_copy=True), {"relay": True}, True, None),
+    (stream(mirror={"name": "X"}), {"mirrors": True}, True, None),
+    (stream("$MQTT_msgs"), {"streams": ["*", "$MQTT_m*"]}, True, None),
+    (stream("A"), {"except": "A"}, False, None),
+    (stream("A_1"), {"streams": ["B", "A_*"], "except": ["A_2"]}, True, None),
+    (stream("N"), {}, False, "a feed of another stream has this name"),
+    (AccountStream("S"), {}, False, "its retention is not known"),
+    (stream(messages=0), {}, False, None),  # a target of Floe may begin like this
+    (stream(messages=0, retention="interest"), {"retention": ["interest"]}, True, None),
+]
+
+
+@pytest.mark.parametrize(("found", "entry", "is_taken", "reason"), ENTRIES)
 def test_an_entry_decides_what_its_patterns_take(
     found: AccountStream, entry: dict[str, Any], is_taken: bool, reason: str | None
 ) -> None:
@@ -70,37 +70,31 @@ def test_an_entry_decides_what_its_patterns_take(
     assert (bool(plan.feeds), plan.uncovered.get(found.name)) == (is_taken, reason)
 
 
-@pytest.mark.parametrize(
-    ("entries", "problem"),
-    [
-        (
-            [{"streams": "*"}, {"streams": "KV_*"}],
-            r"feeds\.1\.streams: .* '\*' of feeds\.0 and 'KV_\*' of feeds\.1, as",
-        ),
-        (
-            [{"streams": "A*"}, {"stream": "X"}, {"streams": ["C", "*B"]}],
-            "'A.' of feeds.0 and '.B' of feeds.2, as for 'AB'",
-        ),
-        ([{"streams": "A"}, {"streams": "A"}], "as for 'A'"),
-        ([{"streams": "*", "except": "KV_*"}, {"streams": "KV_*"}], ""),
-        ([{"streams": "A*", "except": ["A*C", "A*BB"]}, {"streams": ["*CC", "*BB"]}], ""),
-        ([{"streams": "A*"}, {"streams": "*B", "except": "A?B"}], "as for 'AB'"),
-        ([{"streams": "AB"}, {"streams": "*B"}, {"stream": "AB"}], ""),
-        ([{"streams": "*", "name": "N"}], "name: expected none with streams"),
-        ([{"streams": "*", "partitions": ["a"]}], "partitions: expected none with streams"),
-        (
-            [{"streams": "*", "stream": "S"}],
-            r"1 validation error for Settings\n\S+\n  stream: expected none with streams",
-        ),
-        ([{"stream": "S", "except": "T"}], "except: expected streams with it"),
-        (
-            [{"streams": []}],
-            r"1 validation error for Settings\n\S+\n  streams: expected at least one pattern, found an empty",
-        ),
-        ([{"streams": "a.b"}], "expected a stream name, with"),
-        ([{"streams": "*", "retention": []}], "retention: expected at least one entry"),
-    ],
-)
+BAD_ENTRIES = [
+    ([{"streams": "*"}, {"streams": "KV_*"}], r"feeds\.1\.streams: .* '\*' of feeds\.0 and 'KV_\*' of feeds\.1, as"),
+    (
+        [{"streams": "A*"}, {"stream": "X"}, {"streams": ["C", "*B"]}],
+        "'A.' of feeds.0 and '.B' of feeds.2, as for 'AB'",
+    ),
+    ([{"streams": "A"}, {"streams": "A"}], "as for 'A'"),
+    ([{"streams": "*", "except": "KV_*"}, {"streams": "KV_*"}], ""),
+    ([{"streams": "A*", "except": ["A*C", "A*BB"]}, {"streams": ["*CC", "*BB"]}], ""),
+    ([{"streams": "A*"}, {"streams": "*B", "except": "A?B"}], "as for 'AB'"),
+    ([{"streams": "AB"}, {"streams": "*B"}, {"stream": "AB"}], ""),
+    ([{"streams": "*", "name": "N"}], "name: expected none with streams"),
+    ([{"streams": "*", "partitions": ["a"]}], "partitions: expected none with streams"),
+    ([{"streams": "*", "stream": "S"}], r"1 validation error for Settings\n\S+\n  stream: expected none with streams"),
+    ([{"stream": "S", "except": "T"}], "except: expected streams with it"),
+    (
+        [{"streams": []}],
+        r"1 validation error for Settings\n\S+\n  streams: expected at least one pattern, found an empty",
+    ),
+    ([{"streams": "a.b"}], "expected a stream name, with"),
+    ([{"streams": "*", "retention": []}], "retention: expected at least one entry"),
+]
+
+
+@pytest.mark.parametrize(("entries", "problem"), BAD_ENTRIES)
 def test_entries_that_match_one_stream_and_keys_that_do_not_fit_are_refused(
     entries: list[dict[str, Any]], problem: str
 ) -> None:

@@ -230,17 +230,17 @@ def ack(**fields: object) -> bytes:
     return json.dumps(fields).encode()
 
 
-@pytest.mark.parametrize(
-    ("payload", "error"),
-    [
-        *((each, OutcomeUnknown) for each in (b"", b"+OK", b"[]", ack(), ack(stream="A"), ack(stream="", seq=7))),
-        *((ack(stream="A", seq=each), OutcomeUnknown) for each in (0, True, "7")),
-        (ack(stream="A", seq=7, duplicate="no"), OutcomeUnknown),
-        (ack(error={"code": 503, "err_code": 10077, "description": "maximum messages exceeded"}), ApiError),
-        (ack(error={"code": 503, "err_code": 10008, "description": "no leader"}), Unavailable),
-        (ack(stream="A", seq=7, error={"code": 400}), ApiError),
-    ],
-)
+ACKNOWLEDGEMENTS = [
+    *((each, OutcomeUnknown) for each in (b"", b"+OK", b"[]", ack(), ack(stream="A"), ack(stream="", seq=7))),
+    *((ack(stream="A", seq=each), OutcomeUnknown) for each in (0, True, "7")),
+    (ack(stream="A", seq=7, duplicate="no"), OutcomeUnknown),
+    (ack(error={"code": 503, "err_code": 10077, "description": "maximum messages exceeded"}), ApiError),
+    (ack(error={"code": 503, "err_code": 10008, "description": "no leader"}), Unavailable),
+    (ack(stream="A", seq=7, error={"code": 400}), ApiError),
+]
+
+
+@pytest.mark.parametrize(("payload", "error"), ACKNOWLEDGEMENTS)
 def test_only_an_acknowledgement_of_a_stream_counts(payload: bytes, error: type[FloeError]) -> None:
     with pytest.raises(error):
         box.parse_ack("s", payload)

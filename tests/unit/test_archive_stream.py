@@ -43,16 +43,16 @@ def read(archive: Archive, stream: ArchiveStream, start: Positions, end: Positio
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "position"),
-    [
-        ({}, 1),
-        ({"from": "latest"}, 21),
-        ({"from_sequence": "7"}, 7),
-        ({"since": "2023-11-14T22:13:20.000012Z"}, 12),
-        ({"since": "2024-01-01T00:00:00Z"}, 21),
-    ],
-)
+STARTS = [
+    ({}, 1),
+    ({"from": "latest"}, 21),
+    ({"from_sequence": "7"}, 7),
+    ({"since": "2023-11-14T22:13:20.000012Z"}, 12),
+    ({"since": "2024-01-01T00:00:00Z"}, 21),
+]
+
+
+@pytest.mark.parametrize(("options", "position"), STARTS)
 def test_where_a_query_begins_is_an_option(archive: Archive, options: dict[str, str], position: int) -> None:
     archive.put(1, 20)
     assert stream_of(archive, **options).latest({}) == {**FORMAT, NAME: position}

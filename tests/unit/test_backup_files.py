@@ -22,20 +22,20 @@ def backup(folder: Path, meta: object, *data: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("meta", "data", "problem"),
-    [
-        ("{", ("stream.arc.s2",), "configuration and the state"),
-        ("[" * 1000, ("stream.arc.s2",), "configuration and the state"),
-        (" " * (1 << 20) + "{}", ("stream.arc.s2",), "at most 1048576 bytes"),
-        ({"config": CONFIG}, ("stream.arc.s2",), "state"),
-        ({"config": {"name": "a.b"}, "state": STATE}, ("stream.arc.s2",), "name of a stream"),
-        ({"config": CONFIG, "state": {"messages": 0, "first_seq": 1}}, ("stream.arc.s2",), "expected messages"),
-        ({"config": CONFIG, "state": {"messages": "x", "first_seq": 1}}, ("stream.arc.s2",), "invalid literal"),
-        ({"config": CONFIG, "state": STATE}, (), "found 0 of them"),
-        ({"config": CONFIG, "state": STATE}, ("stream.arc.s2", "stream.tar.s2"), "found 2 of them"),
-    ],
-)
+BAD_FOLDERS = [
+    ("{", ("stream.arc.s2",), "configuration and the state"),
+    ("[" * 1000, ("stream.arc.s2",), "configuration and the state"),
+    (" " * (1 << 20) + "{}", ("stream.arc.s2",), "at most 1048576 bytes"),
+    ({"config": CONFIG}, ("stream.arc.s2",), "state"),
+    ({"config": {"name": "a.b"}, "state": STATE}, ("stream.arc.s2",), "name of a stream"),
+    ({"config": CONFIG, "state": {"messages": 0, "first_seq": 1}}, ("stream.arc.s2",), "expected messages"),
+    ({"config": CONFIG, "state": {"messages": "x", "first_seq": 1}}, ("stream.arc.s2",), "invalid literal"),
+    ({"config": CONFIG, "state": STATE}, (), "found 0 of them"),
+    ({"config": CONFIG, "state": STATE}, ("stream.arc.s2", "stream.tar.s2"), "found 2 of them"),
+]
+
+
+@pytest.mark.parametrize(("meta", "data", "problem"), BAD_FOLDERS)
 def test_a_folder_that_is_no_backup_is_refused(
     tmp_path: Path, meta: object, data: tuple[str, ...], problem: str
 ) -> None:
@@ -51,16 +51,16 @@ def test_the_scratch_stream_has_no_limit_and_no_subject_of_the_backup(tmp_path: 
     assert not {"max_age", "sources"} & set(scratch)
 
 
-@pytest.mark.parametrize(
-    ("names", "is_free"),
-    [
-        ((), True),
-        (("stream.arc.s2",), True),
-        (("stream.arc.s2", "backup.tmp"), True),
-        (("backup.json",), False),
-        (("x",), False),
-    ],
-)
+FOLDERS = [
+    ((), True),
+    (("stream.arc.s2",), True),
+    (("stream.arc.s2", "backup.tmp"), True),
+    (("backup.json",), False),
+    (("x",), False),
+]
+
+
+@pytest.mark.parametrize(("names", "is_free"), FOLDERS)
 def test_only_an_empty_folder_or_a_leftover_is_written(tmp_path: Path, names: tuple[str, ...], is_free: bool) -> None:
     for name in names:
         (tmp_path / name).write_bytes(b"")

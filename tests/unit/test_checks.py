@@ -108,23 +108,23 @@ def test_a_heartbeat_counts_for_the_newest_incarnation() -> None:
     assert (by_incarnation([PARTITION], {PARTITION: ahead}), by_incarnation([CHAIN], {})) == ({CHAIN: ahead}, {})
 
 
-@pytest.mark.parametrize(
-    ("made", "fields", "state", "alarm"),
-    [
-        (None, {}, None, False),
-        (heartbeat(), {}, "reading", False),
-        (heartbeat(), {"age": 46.0}, "overdue", False),
-        (heartbeat(), {"age": 301.0}, "silent", True),
-        (heartbeat("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
-        (heartbeat("waiting", since=900.0), {}, "waiting", False),
-        (heartbeat("waiting", since=600.0), {}, "waiting", True),
-        (heartbeat("standby", since=1.0), {}, "standby", False),
-        (heartbeat(), {"state": "late", "lag_seconds": 200.0}, "reading", False),
-        (heartbeat(), {"state": "late", "lag_seconds": 400.0}, "reading", True),
-        (heartbeat(), {"state": "lost"}, "reading", True),
-        (None, {"state": "stopped"}, None, True),
-    ],
-)
+ALARMS = [
+    (None, {}, None, False),
+    (heartbeat(), {}, "reading", False),
+    (heartbeat(), {"age": 46.0}, "overdue", False),
+    (heartbeat(), {"age": 301.0}, "silent", True),
+    (heartbeat("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
+    (heartbeat("waiting", since=900.0), {}, "waiting", False),
+    (heartbeat("waiting", since=600.0), {}, "waiting", True),
+    (heartbeat("standby", since=1.0), {}, "standby", False),
+    (heartbeat(), {"state": "late", "lag_seconds": 200.0}, "reading", False),
+    (heartbeat(), {"state": "late", "lag_seconds": 400.0}, "reading", True),
+    (heartbeat(), {"state": "lost"}, "reading", True),
+    (None, {"state": "stopped"}, None, True),
+]
+
+
+@pytest.mark.parametrize(("made", "fields", "state", "alarm"), ALARMS)
 def test_what_is_stopped_or_late_or_silent_for_long_is_an_alarm(
     made: ChainHeartbeat | None, fields: dict[str, Any], state: str | None, alarm: bool
 ) -> None:
@@ -157,19 +157,19 @@ def with_uncovered(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "parts": {**document["parts"], "account": account}}
 
 
-@pytest.mark.parametrize(
-    ("document", "expiry", "state", "shown"),
-    [
-        (egress(), math.inf, OK, "1 chain, 10 sequences not archived"),
-        (egress(end=0, first=15, source_last=14), math.inf, OK, "1 chain, 0 sequences not archived"),
-        (egress(), 80_000, WARNING, "expires in 80000 s"),
-        (egress(), 20_000, CRITICAL, "expires in 20000 s"),
-        (egress(state="stopped", code="E-FORKED"), math.inf, CRITICAL, ": E-FORKED"),
-        (egress(("nats data: the connection is down",)), math.inf, WARNING, "not ready: nats data"),
-        (egress(age=45.0), math.inf, CRITICAL, "hangs"),
-        (with_uncovered(egress()), math.inf, WARNING, "2 streams in no feed: A, B"),
-    ],
-)
+EGRESS_RESULTS = [
+    (egress(), math.inf, OK, "1 chain, 10 sequences not archived"),
+    (egress(end=0, first=15, source_last=14), math.inf, OK, "1 chain, 0 sequences not archived"),
+    (egress(), 80_000, WARNING, "expires in 80000 s"),
+    (egress(), 20_000, CRITICAL, "expires in 20000 s"),
+    (egress(state="stopped", code="E-FORKED"), math.inf, CRITICAL, ": E-FORKED"),
+    (egress(("nats data: the connection is down",)), math.inf, WARNING, "not ready: nats data"),
+    (egress(age=45.0), math.inf, CRITICAL, "hangs"),
+    (with_uncovered(egress()), math.inf, WARNING, "2 streams in no feed: A, B"),
+]
+
+
+@pytest.mark.parametrize(("document", "expiry", "state", "shown"), EGRESS_RESULTS)
 def test_egress(document: dict[str, Any], expiry: float, state: CheckState, shown: str) -> None:
     for found in (document, {**document, "parts": {}, "workers": {"0": document}}):
         result = judge_egress(found, expiry, 86_400, 21_600)
@@ -183,19 +183,19 @@ def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = ()
     return {"parts": {"target FLEET": part}, "problems": list(problems), "heartbeat_age_seconds": 0}
 
 
-@pytest.mark.parametrize(
-    ("document", "state", "shown"),
-    [
-        (ingress(), OK, "1 target, 1 chain, 3 s behind"),
-        (ingress(lag_seconds=1000), WARNING, "us-east/NODES/0000/0 into target FLEET: 1000 s behind"),
-        (ingress(stopped="why", code="E-LOST"), CRITICAL, "stopped: us-east/NODES/0000/0 into target FLEET: E-LOST"),
-        (ingress({"state": "stopped", "code": "E-TARGET-GONE", "chains": {}}), CRITICAL, "E-TARGET-GONE"),
-        (ingress(problems=("store: away",)), WARNING, "not ready: store: away"),
-        (ingress(source={"state": "stopped", "code": "E-FORKED"}), CRITICAL, "at its site: E-FORKED"),
-        (ingress(source={"state": "reading", "code": ""}), OK, "3 s behind"),
-        (ingress({"untaken_feeds": 2, "untaken": ["a/B: x"]}), CRITICAL, "target FLEET: 2 feeds not delivered: a/B: x"),
-    ],
-)
+INGRESS_RESULTS = [
+    (ingress(), OK, "1 target, 1 chain, 3 s behind"),
+    (ingress(lag_seconds=1000), WARNING, "us-east/NODES/0000/0 into target FLEET: 1000 s behind"),
+    (ingress(stopped="why", code="E-LOST"), CRITICAL, "stopped: us-east/NODES/0000/0 into target FLEET: E-LOST"),
+    (ingress({"state": "stopped", "code": "E-TARGET-GONE", "chains": {}}), CRITICAL, "E-TARGET-GONE"),
+    (ingress(problems=("store: away",)), WARNING, "not ready: store: away"),
+    (ingress(source={"state": "stopped", "code": "E-FORKED"}), CRITICAL, "at its site: E-FORKED"),
+    (ingress(source={"state": "reading", "code": ""}), OK, "3 s behind"),
+    (ingress({"untaken_feeds": 2, "untaken": ["a/B: x"]}), CRITICAL, "target FLEET: 2 feeds not delivered: a/B: x"),
+]
+
+
+@pytest.mark.parametrize(("document", "state", "shown"), INGRESS_RESULTS)
 def test_ingress(document: dict[str, Any], state: CheckState, shown: str) -> None:
     result = judge_ingress(document, 900, 3600)
     assert (result.state, shown in result.line()) == (state, True)
@@ -207,20 +207,20 @@ def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Ob
     return Observation(chain=PARTITION, archived=90, egress=sighting, **fields)
 
 
-@pytest.mark.parametrize(
-    ("found", "state", "shown"),
-    [
-        ([chain()], OK, "1 chain, 10 sequences not archived"),
-        ([chain(None)], OK, "1 chain, 0 sequences not archived"),
-        ([chain(400)], WARNING, "no heartbeat for 400 s"),
-        ([chain(state="stopped")], CRITICAL, "stopped at its site: E-FORKED"),
-        ([chain(missing=("4..7",))], CRITICAL, "4..7 missing"),
-        ([chain(damaged=("a/b.parquet",))], CRITICAL, "damaged: a/b.parquet"),
-        ([], UNKNOWN, "no chain is archived"),
-        ([chain(recreated=3600.0)], WARNING, "us-east/NODES/0000/0: the stream was recreated 3600 s ago"),
-        ([chain(recreated=90_000.0)], OK, "1 chain"),
-    ],
-)
+ARCHIVE_RESULTS = [
+    ([chain()], OK, "1 chain, 10 sequences not archived"),
+    ([chain(None)], OK, "1 chain, 0 sequences not archived"),
+    ([chain(400)], WARNING, "no heartbeat for 400 s"),
+    ([chain(state="stopped")], CRITICAL, "stopped at its site: E-FORKED"),
+    ([chain(missing=("4..7",))], CRITICAL, "4..7 missing"),
+    ([chain(damaged=("a/b.parquet",))], CRITICAL, "damaged: a/b.parquet"),
+    ([], UNKNOWN, "no chain is archived"),
+    ([chain(recreated=3600.0)], WARNING, "us-east/NODES/0000/0: the stream was recreated 3600 s ago"),
+    ([chain(recreated=90_000.0)], OK, "1 chain"),
+]
+
+
+@pytest.mark.parametrize(("found", "state", "shown"), ARCHIVE_RESULTS)
 def test_archive(found: list[Observation], state: CheckState, shown: str) -> None:
     result = judge_archive(found, 300, 3600)
     assert (result.state, shown in result.line()) == (state, True)

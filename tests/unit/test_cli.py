@@ -70,21 +70,21 @@ def test_help_names_all_commands_and_loads_none_of_them():
     assert {*slow.split()} & {name.partition(".")[0] for name in shown.stderr.split()} == set()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("comfig", "No such command 'comfig'. Did you mean config?"),
-        ("xyzzy", "No such command 'xyzzy'."),
-        ("--nothing", "No such option"),
-        ("gap -c no", "No such option '-c'. Name a command before it: accept, ls."),
-        ("config check", "Usage: floe config check [OPTIONS]"),
-        ("chain pause --target T / -c no", "site '': expected 1 to 63"),
-        ("gap accept --first 1 --last 6 /NODES -c no", "site '': expected 1 to 63"),
-        ("checkpoint set --target T --sequence 3 us -c no", "expected SITE/FEED[/INCARNATION[/PARTITION]]"),
-        ("status --watch=999ms -c no", "expected from 1s to 1d, found"),
-        ("replay us/NODES --target a.b --dry-run -c no", "--target: expected a stream name"),
-    ],
-)
+WRONG_CALLS = [
+    ("comfig", "No such command 'comfig'. Did you mean config?"),
+    ("xyzzy", "No such command 'xyzzy'."),
+    ("--nothing", "No such option"),
+    ("gap -c no", "No such option '-c'. Name a command before it: accept, ls."),
+    ("config check", "Usage: floe config check [OPTIONS]"),
+    ("chain pause --target T / -c no", "site '': expected 1 to 63"),
+    ("gap accept --first 1 --last 6 /NODES -c no", "site '': expected 1 to 63"),
+    ("checkpoint set --target T --sequence 3 us -c no", "expected SITE/FEED[/INCARNATION[/PARTITION]]"),
+    ("status --watch=999ms -c no", "expected from 1s to 1d, found"),
+    ("replay us/NODES --target a.b --dry-run -c no", "--target: expected a stream name"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_CALLS)
 def test_a_wrong_call_ends_with_2_and_names_the_expected(words: str, message: str):
     """Include an empty name: `"$SITE/$FEED"` gives it if the variable is not set."""
     ended = run_here(*shlex.split(words))
@@ -98,15 +98,15 @@ def of_chain(selector: cli.ChainSelector) -> None:
     click.echo(repr((selector.site, selector.feed, selector.incarnation, selector.partition)))
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "shown"),
-    [
-        ("us/NODES", 0, "('us', 'NODES', None, None)"),
-        ("us/N\u00d6DES/9999/65535", 0, "('us', 'N\u00d6DES', 9999, 65535)"),
-        ("", 2, "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
-        ("us", 2, "expected SITE/FEED[/INCARNATION[/PARTITION]]"),
-    ],
-)
+CHAIN_ARGUMENTS = [
+    ("us/NODES", 0, "('us', 'NODES', None, None)"),
+    ("us/N\u00d6DES/9999/65535", 0, "('us', 'N\u00d6DES', 9999, 65535)"),
+    ("", 2, "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
+    ("us", 2, "expected SITE/FEED[/INCARNATION[/PARTITION]]"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "shown"), CHAIN_ARGUMENTS)
 def test_a_chain_is_named_by_one_argument(words: str, code: int, shown: str):
     result = CliRunner().invoke(of_chain, words.split())
     assert (result.exit_code, shown in result.output) == (code, True), result.output
@@ -172,23 +172,23 @@ def test_a_poor_locale_does_no_harm(tmp_path: Path):
 # How a command ends
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "line"),
-    [
-        (Stopped("the chain stands", hint="floe gap accept"), 1, "error[E-STOPPED]: the chain stands; floe gap accept"),
-        (UsageError("first is after last"), 2, "error[E-USAGE]: first is after last"),
-        (SegmentCorrupt("no footer"), 3, "error[E-SEG-CORRUPT]: no footer"),
-        (ConfigError("a", "b"), 78, "error[E-CONFIG]: a\nerror[E-CONFIG]: b"),
-        (Stopped("forged\nline"), 1, "error[E-STOPPED]: forged\\nline"),
-        (OSError(errno.ENOSPC, "No space left", "/spool/x"), 1, "error[E-DISK]: /spool/x: No space left"),
-        (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "error[E-OS]: /x: Permission denied"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "error[E-OS]: Broken pipe"),  # a broken connection
-        (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a defect; --debug or FLOE_DEBUG=1 shows more"),
-        (BaseExceptionGroup("tasks", [asyncio.CancelledError(), Stopped("c")]), 1, "error[E-STOPPED]: c"),
-        (KeyboardInterrupt(), 130, ""),
-        (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
-    ],
-)
+ERRORS = [
+    (Stopped("the chain stands", hint="floe gap accept"), 1, "error[E-STOPPED]: the chain stands; floe gap accept"),
+    (UsageError("first is after last"), 2, "error[E-USAGE]: first is after last"),
+    (SegmentCorrupt("no footer"), 3, "error[E-SEG-CORRUPT]: no footer"),
+    (ConfigError("a", "b"), 78, "error[E-CONFIG]: a\nerror[E-CONFIG]: b"),
+    (Stopped("forged\nline"), 1, "error[E-STOPPED]: forged\\nline"),
+    (OSError(errno.ENOSPC, "No space left", "/spool/x"), 1, "error[E-DISK]: /spool/x: No space left"),
+    (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "error[E-OS]: /x: Permission denied"),
+    (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "error[E-OS]: Broken pipe"),  # a broken connection
+    (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a defect; --debug or FLOE_DEBUG=1 shows more"),
+    (BaseExceptionGroup("tasks", [asyncio.CancelledError(), Stopped("c")]), 1, "error[E-STOPPED]: c"),
+    (KeyboardInterrupt(), 130, ""),
+    (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "line"), ERRORS)
 def test_an_error_is_a_line_on_stderr_and_an_exit_code(error: BaseException, code: int, line: str):
     assert end(raising(error)) == (code, "", line and line + "\n")
 
@@ -332,16 +332,16 @@ def test_commands_and_options_are_completed_in_each_shell():
         assert f"_FLOE_COMPLETE={shell}_complete" in run_here("completion", shell).out
 
 
-@pytest.mark.parametrize(
-    ("text", "moment"),
-    [
-        ("2026-01-02T03:04:05+01:00", cli.RequestedTime("2026-01-02T03:04:05+01:00")),
-        ("-2h", cli.RequestedTime(seconds_ago=7200)),
-        ("1h 30m ago", cli.RequestedTime(seconds_ago=5400)),
-        ("2026-01-02 03:04", cli.RequestedTime("2026-01-02T03:04:00+02:00", zone="EET")),
-        ("2026-01-02", cli.RequestedTime("2026-01-02T00:00:00+02:00", zone="EET")),
-    ],
-)
+TIMES = [
+    ("2026-01-02T03:04:05+01:00", cli.RequestedTime("2026-01-02T03:04:05+01:00")),
+    ("-2h", cli.RequestedTime(seconds_ago=7200)),
+    ("1h 30m ago", cli.RequestedTime(seconds_ago=5400)),
+    ("2026-01-02 03:04", cli.RequestedTime("2026-01-02T03:04:00+02:00", zone="EET")),
+    ("2026-01-02", cli.RequestedTime("2026-01-02T00:00:00+02:00", zone="EET")),
+]
+
+
+@pytest.mark.parametrize(("text", "moment"), TIMES)
 def test_a_time_has_many_forms(text: str, moment: cli.RequestedTime):
     assert cli.RequestedTime.parse(text, timezone(timedelta(hours=2), "EET")) == moment
     assert moment.at(10_000) == (parse_time(moment.text) if moment.text else (10_000 - moment.seconds_ago) * 10**9)
@@ -354,14 +354,14 @@ def test_what_is_no_time_is_refused():
             cli.RequestedTime.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("zone", "read"),
-    [
-        ("nonsense", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=nonsense)"),
-        ("XYZ-3", "2026-01-02T03:04:00+03:00 (XYZ, the zone of this host)"),
-        ("GMT0", "2026-01-02T03:04:00+00:00 (GMT, the zone of this host)"),
-    ],
-)
+ZONES = [
+    ("nonsense", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=nonsense)"),
+    ("XYZ-3", "2026-01-02T03:04:00+03:00 (XYZ, the zone of this host)"),
+    ("GMT0", "2026-01-02T03:04:00+00:00 (GMT, the zone of this host)"),
+]
+
+
+@pytest.mark.parametrize(("zone", "read"), ZONES)
 def test_the_zone_of_a_time_without_one_is_shown(zone: str, read: str, monkeypatch: pytest.MonkeyPatch):
     @click.command()
     @click.option("--since", type=cli.TimeType())
@@ -387,18 +387,18 @@ def typed(sequence: int | None, age: float, size: int) -> None:
     click.echo(f"{sequence} {age} {size}")
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "shown"),
-    [
-        ("", 0, "None 300.0 1048576\n"),
-        ("--sequence 9223372036854775807 --age 1h30m --size 64K", 0, "9223372036854775807 5400.0 65536\n"),
-        ("--sequence 0", 2, "expected a sequence from 1 to 9223372036854775807, found '0'"),
-        ("--sequence 9223372036854775808", 2, "expected a sequence from 1"),
-        ("--sequence ٣", 2, "expected a sequence from 1"),
-        ("--age 5", 2, "expected a duration such as"),
-        ("--size 5X", 2, "expected a size such as"),
-    ],
-)
+PARAMETERS = [
+    ("", 0, "None 300.0 1048576\n"),
+    ("--sequence 9223372036854775807 --age 1h30m --size 64K", 0, "9223372036854775807 5400.0 65536\n"),
+    ("--sequence 0", 2, "expected a sequence from 1 to 9223372036854775807, found '0'"),
+    ("--sequence 9223372036854775808", 2, "expected a sequence from 1"),
+    ("--sequence ٣", 2, "expected a sequence from 1"),
+    ("--age 5", 2, "expected a duration such as"),
+    ("--size 5X", 2, "expected a size such as"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "shown"), PARAMETERS)
 def test_parameters_have_the_units_of_the_configuration_and_others_are_refused(words: str, code: int, shown: str):
     result = CliRunner().invoke(typed, words.split())
     assert (result.exit_code, shown in result.output) == (code, True)

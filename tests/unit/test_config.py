@@ -61,16 +61,16 @@ def test_all_problems_come_at_once_with_file_line_column_path_expected_and_found
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "keys"),
-    [
-        ("site: a\nSTORE: {URL: 'file:///b'}\n", ["2:1: STORE: store", "2:9: store.URL: url"]),
-        ("sites: x\n", ["1:1: sites: site"]),
-        (HEAD + "log: {level: info}\nlogg: {levle: info}\n", ["4:1: logg: log"]),
-        (f"{HEAD}loq: {{}}\n---\n{HEAD}sites: x\n", ["3:1: loq: log", "7:1: sites: site"]),
-        (HEAD + "egress: {defaults: {segmnt: {}}, feeds: [{stream: A}]}\n", ["3:21: egress.defaults.segmnt: segment"]),
-    ],
-)
+MISTYPED_KEYS = [
+    ("site: a\nSTORE: {URL: 'file:///b'}\n", ["2:1: STORE: store", "2:9: store.URL: url"]),
+    ("sites: x\n", ["1:1: sites: site"]),
+    (HEAD + "log: {level: info}\nlogg: {levle: info}\n", ["4:1: logg: log"]),
+    (f"{HEAD}loq: {{}}\n---\n{HEAD}sites: x\n", ["3:1: loq: log", "7:1: sites: site"]),
+    (HEAD + "egress: {defaults: {segmnt: {}}, feeds: [{stream: A}]}\n", ["3:21: egress.defaults.segmnt: segment"]),
+]
+
+
+@pytest.mark.parametrize(("text", "keys"), MISTYPED_KEYS)
 def test_a_mistyped_key_is_named_once_with_a_suggestion(text: str, keys: list[str]):
     unknown = [line for line in problems(text) if "unknown key" in line]
     assert [line.replace("unknown key; did you mean ", "") for line in unknown] == [f"f.yaml:{each}?" for each in keys]
@@ -136,32 +136,31 @@ def test_text_that_only_yaml_1_1_would_change_stays_text_and_a_number_is_written
         assert problems(HEAD + f"egress: {{kv_replicas: {value}}}\n") == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a: !!python/object/apply:os.system ['touch /tmp/owned']\n", "f.yaml:1:4: a: expected a value, found the tag"),
-        ("site: !custom x\n", "f.yaml:1:7: site: expected a value, found the tag !custom: remove it"),
-        ("site: &a x\n", "f.yaml:1:7: site: expected a value, found the anchor &a: remove it"),
-        ("site: *a\n", "f.yaml:1:7: site: expected a value, found the alias *a: write it out"),
-        ("log: {<<: {level: info}}\n", "f.yaml:1:7: log.<<: expected a key, found a merge key: write it out"),
-        ("log: {? [a] : b}\n", "f.yaml:1:9: log: expected a key, found a mapping or a list"),
-        ("a: [\n", "f.yaml:2:1: expected YAML: while parsing a flow node"),
-        ("a:\n\tb: c\n", "f.yaml:2:1: expected YAML: while scanning for the next token found character '\\t'"),
-        ("a: \x07\n", "f.yaml:1:4: expected text, found the character"),
-        ("", "f.yaml:1:1: expected a mapping, found an empty file"),
-        ("---\n", "f.yaml:2:1: expected a mapping at the top, found nothing"),
-        ("- a\n", "f.yaml:1:1: expected a mapping at the top, found a list"),
-        (b"\xff\xfes\x00i\x00", "f.yaml: expected UTF-8 text, found UTF-16"),
-        (b"\x89PNG\r\n", "f.yaml: expected UTF-8 text, found other bytes at offset 0"),
-        (b"#" * (1024 * 1024 + 1), "f.yaml: expected at most 1048576 bytes, found more"),
-        # A parser would need minutes to expand these, and a recursive reader would exceed the recursion limit.
-        ("a: " + "[" * 500_000, "f.yaml:1:36: expected at most 32 levels, found more"),
-        ("a: {" + "? {" * 300_000, "expected at most 32 levels, found more"),
-        ("a: [" + "[]," * 60_000, "expected at most 50000 keys and values, found more"),
-        ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)), "the anchor &a0"),
-    ],
-    ids=lambda value: repr(value[:40]),
-)
+NOT_PLAIN = [
+    ("a: !!python/object/apply:os.system ['touch /tmp/owned']\n", "f.yaml:1:4: a: expected a value, found the tag"),
+    ("site: !custom x\n", "f.yaml:1:7: site: expected a value, found the tag !custom: remove it"),
+    ("site: &a x\n", "f.yaml:1:7: site: expected a value, found the anchor &a: remove it"),
+    ("site: *a\n", "f.yaml:1:7: site: expected a value, found the alias *a: write it out"),
+    ("log: {<<: {level: info}}\n", "f.yaml:1:7: log.<<: expected a key, found a merge key: write it out"),
+    ("log: {? [a] : b}\n", "f.yaml:1:9: log: expected a key, found a mapping or a list"),
+    ("a: [\n", "f.yaml:2:1: expected YAML: while parsing a flow node"),
+    ("a:\n\tb: c\n", "f.yaml:2:1: expected YAML: while scanning for the next token found character '\\t'"),
+    ("a: \x07\n", "f.yaml:1:4: expected text, found the character"),
+    ("", "f.yaml:1:1: expected a mapping, found an empty file"),
+    ("---\n", "f.yaml:2:1: expected a mapping at the top, found nothing"),
+    ("- a\n", "f.yaml:1:1: expected a mapping at the top, found a list"),
+    (b"\xff\xfes\x00i\x00", "f.yaml: expected UTF-8 text, found UTF-16"),
+    (b"\x89PNG\r\n", "f.yaml: expected UTF-8 text, found other bytes at offset 0"),
+    (b"#" * (1024 * 1024 + 1), "f.yaml: expected at most 1048576 bytes, found more"),
+    # A parser would need minutes to expand these, and a recursive reader would exceed the recursion limit.
+    ("a: " + "[" * 500_000, "f.yaml:1:36: expected at most 32 levels, found more"),
+    ("a: {" + "? {" * 300_000, "expected at most 32 levels, found more"),
+    ("a: [" + "[]," * 60_000, "expected at most 50000 keys and values, found more"),
+    ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)), "the anchor &a0"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), NOT_PLAIN, ids=lambda value: repr(value[:40]))
 def test_what_is_not_plain_yaml_is_refused_with_its_place_before_all_of_it_is_parsed(text: str | bytes, expected: str):
     assert [line for line in problems(text) if expected in line]
 
@@ -234,15 +233,15 @@ def test_an_unreadable_secret_file_is_named_without_its_content(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("pipe", "expected a mapping, found an empty file"),
-        ("/dev/zero", "expected a file that can be read, found: is not a regular file"),
-        (".", "expected a file that can be read, found: is a directory"),
-        ("x.yaml", "x.yaml: expected a file that can be read, found: no such file or directory"),
-    ],
-)
+NO_FILES = [
+    ("pipe", "expected a mapping, found an empty file"),
+    ("/dev/zero", "expected a file that can be read, found: is not a regular file"),
+    (".", "expected a file that can be read, found: is a directory"),
+    ("x.yaml", "x.yaml: expected a file that can be read, found: no such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("name", "why"), NO_FILES)
 def test_a_configuration_that_is_no_file_is_refused_at_once(name: str, why: str, tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match=why):
@@ -380,14 +379,14 @@ def test_secrets_that_others_may_read_are_warned_of_with_the_command_to_paste(
     assert warnings(f"nats: {{token_file: {secret}}}\n", 0o644)[0].endswith(f"chmod 640 {secret}")
 
 
-@pytest.mark.parametrize(
-    ("url", "warned"),
-    [
-        *((url, True) for url in ("http://store.example:8333", "http://10.0.0.7")),
-        *((f"http://{host}:8333", False) for host in ("localhost", "127.0.0.1", "[::1]")),
-        ("https://store.example", False),
-    ],
-)
+STORE_URLS = [
+    *((url, True) for url in ("http://store.example:8333", "http://10.0.0.7")),
+    *((f"http://{host}:8333", False) for host in ("localhost", "127.0.0.1", "[::1]")),
+    ("https://store.example", False),
+]
+
+
+@pytest.mark.parametrize(("url", "warned"), STORE_URLS)
 def test_a_store_of_another_host_in_clear_is_refused_or_warned_of(tmp_path: Path, url: str, warned: bool):
     file = tmp_path / "site.yaml"
     store = f"s3://floe, endpoint_url: '{url}'"

@@ -44,16 +44,16 @@ def test_is_well_where_all_three_places_agree_whatever_the_source_deleted_later(
     assert "1 of them are no longer in the sources" in " ".join(deleted.summary_lines())
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
-        ({"target": trace(1, 2, 2, 3)}, "lost 0, repeated 1, out of order 0, altered 0"),
-        ({"target": trace(1, 3, 2)}, "lost 0, repeated 0, out of order 1, altered 0"),
-        ({"archive": trace(1, 3), "target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
-        ({"archive": trace(1, 3)}, "lost 0, repeated 0, out of order 0, altered 0, unexpected 1"),
-    ],
-)
+DAMAGES = [
+    ({"target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
+    ({"target": trace(1, 2, 2, 3)}, "lost 0, repeated 1, out of order 0, altered 0"),
+    ({"target": trace(1, 3, 2)}, "lost 0, repeated 0, out of order 1, altered 0"),
+    ({"archive": trace(1, 3), "target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
+    ({"archive": trace(1, 3)}, "lost 0, repeated 0, out of order 0, altered 0, unexpected 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), DAMAGES)
 def test_names_the_damage_between_any_two_places(changes: dict[str, Trace], line: str) -> None:
     assert not result(whole(**changes)).is_ok
     assert result(whole(**changes)).comparison().summary() == line

@@ -33,16 +33,16 @@ def test_the_worst_finding_decides(findings: tuple[doctor.DoctorFinding, ...], c
     assert waits == [doctor.CONNECT_TIMEOUT_S, 0.5], "a long timeout is that of services"
 
 
-@pytest.mark.parametrize(
-    ("error", "state"),
-    [
-        (Unavailable("away"), "skipped"),
-        (OutcomeUnknown("lost"), "skipped"),
-        (Refused("denied", hint="grant it"), "problem"),
-        (ConfigError("no such bucket"), "problem"),
-        *((Unavailable("why", code=code), "problem") for code in ("E-STORE-FULL", "E-S3-TLS", "E-STORE-ROOT")),
-    ],
-)
+ERRORS = [
+    (Unavailable("away"), "skipped"),
+    (OutcomeUnknown("lost"), "skipped"),
+    (Refused("denied", hint="grant it"), "problem"),
+    (ConfigError("no such bucket"), "problem"),
+    *((Unavailable("why", code=code), "problem") for code in ("E-STORE-FULL", "E-S3-TLS", "E-STORE-ROOT")),
+]
+
+
+@pytest.mark.parametrize(("error", "state"), ERRORS)
 def test_an_error_is_a_finding_with_a_meaning(error: FloeError, state: str) -> None:
     found = doctor.failed("store", "write", error, todo="a command")
     assert (found.state, found.unreached, found.found) == (state, state == "skipped", f"{error.code}: {error.message}")

@@ -191,17 +191,18 @@ def test_a_corrupt_stream_document_or_floor_is_never_acted_on(objects: LocalObje
     refusal(lambda chain: chains.raise_floor(chain, 5))
 
 
+NESTINGS = [
+    (b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, False),
+    (b"[" + b'{"a":[{}]},' * 10_000 + b"1]", False),
+    (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), True),
+    (b'[{"a":' * 51 + b"1" + b"}]" * 51, True),
+    (b"[" * (MAX_DEPTH + 1) + b'"', True),
+    (b"[]" * 5000 + b"]" * 5000 + b"[" * MAX_DEPTH, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("raw", "is_deep"),
-    [
-        (b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, False),
-        (b"[" + b'{"a":[{}]},' * 10_000 + b"1]", False),
-        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), True),
-        (b'[{"a":' * 51 + b"1" + b"}]" * 51, True),
-        (b"[" * (MAX_DEPTH + 1) + b'"', True),
-        (b"[]" * 5000 + b"]" * 5000 + b"[" * MAX_DEPTH, False),
-    ],
-    ids=lambda value: repr(value[:20]) if isinstance(value, bytes) else "",
+    ("raw", "is_deep"), NESTINGS, ids=lambda value: repr(value[:20]) if isinstance(value, bytes) else ""
 )
 def test_levels_are_those_that_are_open_at_once_and_not_brackets_in_texts(raw: bytes, is_deep: bool) -> None:
     assert is_too_deep(raw) == is_deep
@@ -222,19 +223,19 @@ def test_no_more_of_a_document_is_read_or_written_than_its_greatest_size(tmp_pat
     assert chains.read_stream(CHAIN) is None
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ChainDocument((), 0, 1),
-        lambda: ChainDocument((), 1, 0),
-        lambda: StreamDocument({}, "", {-1: 1}),
-        lambda: StreamDocument({}, "", {0: MAX_SEQUENCE + 1}),
-        lambda: StreamDocument({}, "", None, continues_from={0: 0}),
-        lambda: StreamDocument({}, "", None, continues_from={-1: 1}),
-        lambda: StreamDocument({}, "", None, continued=10_000),
-        lambda: StreamDocument({}, "", None, stream_first=0),
-    ],
-)
+OUTSIDE_RANGES = [
+    lambda: ChainDocument((), 0, 1),
+    lambda: ChainDocument((), 1, 0),
+    lambda: StreamDocument({}, "", {-1: 1}),
+    lambda: StreamDocument({}, "", {0: MAX_SEQUENCE + 1}),
+    lambda: StreamDocument({}, "", None, continues_from={0: 0}),
+    lambda: StreamDocument({}, "", None, continues_from={-1: 1}),
+    lambda: StreamDocument({}, "", None, continued=10_000),
+    lambda: StreamDocument({}, "", None, stream_first=0),
+]
+
+
+@pytest.mark.parametrize("make", OUTSIDE_RANGES)
 def test_values_outside_their_range_are_refused_before_they_are_written(make: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="expected"):
         make()

@@ -238,15 +238,15 @@ def test_the_open_segment_shows_its_content_and_when_it_closes() -> None:
     assert bench.segments() == [(SequenceRange(5, 12), [5, 6, 9], ClosedBy.FLUSH)]
 
 
-@pytest.mark.parametrize(
-    ("source_first", "counts", "gone"),
-    [
-        (1, {"deleted": 22}, None),
-        (18, {"deleted": 20, "gone_before_read": 2}, SequenceRange(16, 17)),
-        (22, {"deleted": 18, "gone_before_read": 4}, SequenceRange(16, 21)),
-        (40, {"deleted": 10, "gone_before_read": 12}, SequenceRange(16, 30)),
-    ],
-)
+RESTORED_SOURCES = [
+    (1, {"deleted": 22}, None),
+    (18, {"deleted": 20, "gone_before_read": 2}, SequenceRange(16, 17)),
+    (22, {"deleted": 18, "gone_before_read": 4}, SequenceRange(16, 21)),
+    (40, {"deleted": 10, "gone_before_read": 12}, SequenceRange(16, 30)),
+]
+
+
+@pytest.mark.parametrize(("source_first", "counts", "gone"), RESTORED_SOURCES)
 def test_sequences_that_a_restore_left_out_are_deleted_and_what_went_behind_them_is_gone(
     source_first: int, counts: dict[str, int], gone: SequenceRange | None
 ) -> None:

@@ -124,19 +124,19 @@ def altered(**fields: Any) -> CapturedConsumer:
 MOVED, MORE = altered(delivered_stream=6), {**APP.config, "max_deliver": 3}
 
 
-@pytest.mark.parametrize(
-    ("found", "is_due"),
-    [
-        (consumers(400, APP, end=9), False),
-        (consumers(299, MOVED), False),
-        *((consumers(300, each), True) for each in (MOVED, altered(ack_floor_stream=4), altered(ack_pending=1))),
-        (consumers(1), True),
-        (consumers(1, APP, altered(config={"name": "b", "durable_name": "b"})), True),
-        *((consumers(1, each), True) for each in (altered(paused=True), altered(created=at(1)), altered(config=MORE))),
-        (consumers(1, PASSING, APP), False),
-        (consumers(300, PASSING, APP), True),
-    ],
-)
+CONSUMERS = [
+    (consumers(400, APP, end=9), False),
+    (consumers(299, MOVED), False),
+    *((consumers(300, each), True) for each in (MOVED, altered(ack_floor_stream=4), altered(ack_pending=1))),
+    (consumers(1), True),
+    (consumers(1, APP, altered(config={"name": "b", "durable_name": "b"})), True),
+    *((consumers(1, each), True) for each in (altered(paused=True), altered(created=at(1)), altered(config=MORE))),
+    (consumers(1, PASSING, APP), False),
+    (consumers(300, PASSING, APP), True),
+]
+
+
+@pytest.mark.parametrize(("found", "is_due"), CONSUMERS)
 def test_consumers_are_put_when_they_were_changed_or_moved_for_a_while(found: CapturedConsumers, is_due: bool) -> None:
     newest = consumers(0, APP)
     assert are_consumers_due(newest, found, EVERY, False) is is_due
@@ -333,16 +333,16 @@ async def test_a_missing_right_shows_after_one_message(server: Server) -> None:
     assert len(server.sent) == 1
 
 
-@pytest.mark.parametrize(
-    ("found", "number", "left", "expected"),
-    [
-        (info(floor=10, delivered=20, pending=10), 10, 0, True),
-        (info(floor=9, delivered=20, pending=11), 10, 0, False),
-        (info(floor=0, delivered=20, pending=13), 10, 3, True),
-        (info(floor=0, delivered=20, pending=14), 10, 3, False),
-        (info(floor=0, delivered=10, pending=0), 10, 0, True),
-        (info(floor=0, delivered=9, pending=0), 10, 0, False),
-    ],
-)
+PENDING = [
+    (info(floor=10, delivered=20, pending=10), 10, 0, True),
+    (info(floor=9, delivered=20, pending=11), 10, 0, False),
+    (info(floor=0, delivered=20, pending=13), 10, 3, True),
+    (info(floor=0, delivered=20, pending=14), 10, 3, False),
+    (info(floor=0, delivered=10, pending=0), 10, 0, True),
+    (info(floor=0, delivered=9, pending=0), 10, 0, False),
+]
+
+
+@pytest.mark.parametrize(("found", "number", "left", "expected"), PENDING)
 def test_settled_is_what_leaves_nothing_pending(found: ConsumerInfo, number: int, left: int, expected: bool) -> None:
     assert is_settled(found, number, left) is expected

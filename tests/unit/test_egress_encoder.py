@@ -202,15 +202,15 @@ def test_pieces_with_a_few_rows_each_become_a_file_like_any_other(tmp_path: Path
     assert len(batches) <= 300 * rows // 16_384 + 1 + (rows > 0)
 
 
-@pytest.mark.parametrize(
-    ("error", "while_it_runs", "at_the_end"),
-    [
-        (Unavailable("away"), ReaderResetError, None),
-        (OutcomeUnknown("no answer"), ReaderResetError, None),
-        (ApiError(404, STREAM_NOT_FOUND, "stream not found"), ApiError, None),
-        (ApiError(500, 10077, "message get refused"), ApiError, ApiError),
-    ],
-)
+SOURCE_ERRORS = [
+    (Unavailable("away"), ReaderResetError, None),
+    (OutcomeUnknown("no answer"), ReaderResetError, None),
+    (ApiError(404, STREAM_NOT_FOUND, "stream not found"), ApiError, None),
+    (ApiError(500, 10077, "message get refused"), ApiError, ApiError),
+]
+
+
+@pytest.mark.parametrize(("error", "while_it_runs", "at_the_end"), SOURCE_ERRORS)
 async def test_only_an_unreachable_source_counts_as_empty_at_the_end(
     error: FloeError, while_it_runs: type[FloeError], at_the_end: type[FloeError] | None
 ) -> None:

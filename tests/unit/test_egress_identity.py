@@ -29,37 +29,32 @@ def verdict(
     return identity_module.judge(Evidence(found, OLD, end, tuple(witness(*tip) for tip in tips), **more))
 
 
-@pytest.mark.parametrize(
-    ("found", "tips", "kind", "why"),
-    [
-        (source(100), [(100, EQUAL)], SAME, ""),
-        (source(250, NEW), [(100, ABSENT), (50, EQUAL)], SAME, ""),
-        # A held tip is equal, and the source ends before the archive; or a newer one differs.
-        (
-            source(60),
-            [(100, ABSENT), (50, EQUAL)],
-            ROLLED_BACK,
-            "sequence 50 is as archived, but the stream ends at 60",
-        ),
-        (source(60, NEW), [(100, ABSENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as archived, but the stream ends"),
-        *(
-            (source(200, created), [(100, DIFFERENT), (75, DIFFERENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as")
-            for created in (OLD, NEW)
-        ),
-        # Held tips differ, or the source is shorter.
-        (source(200, NEW), [(100, DIFFERENT)], RECREATED, ""),
-        (source(3, NEW), [(100, ABSENT)], RECREATED, ""),
-        (source(200), [(100, DIFFERENT)], UNKNOWN, ""),
-        # All held messages are later, or none is held; or they are not later than the newest tip.
-        (source(150, OLD, 101, 1_001), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
-        (source(150, OLD, 101, None), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
-        (source(150), [(100, ABSENT)], UNKNOWN, ""),
-        (source(150, OLD, 60, 2_000), [(100, ABSENT)], UNKNOWN, ""),  # a later time at an earlier sequence
-        # No held message gives more evidence.
-        (source(150, NEW, 101, 2_000), [(100, ABSENT)], UNKNOWN, ""),
-        (source(60, OLD, 61, None), [(100, ABSENT)], UNKNOWN, "the archive ends at 100, the stream holds 61..60"),
-    ],
-)
+SOURCES = [
+    (source(100), [(100, EQUAL)], SAME, ""),
+    (source(250, NEW), [(100, ABSENT), (50, EQUAL)], SAME, ""),
+    # A held tip is equal, and the source ends before the archive; or a newer one differs.
+    (source(60), [(100, ABSENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as archived, but the stream ends at 60"),
+    (source(60, NEW), [(100, ABSENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as archived, but the stream ends"),
+    *(
+        (source(200, created), [(100, DIFFERENT), (75, DIFFERENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as")
+        for created in (OLD, NEW)
+    ),
+    # Held tips differ, or the source is shorter.
+    (source(200, NEW), [(100, DIFFERENT)], RECREATED, ""),
+    (source(3, NEW), [(100, ABSENT)], RECREATED, ""),
+    (source(200), [(100, DIFFERENT)], UNKNOWN, ""),
+    # All held messages are later, or none is held; or they are not later than the newest tip.
+    (source(150, OLD, 101, 1_001), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
+    (source(150, OLD, 101, None), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
+    (source(150), [(100, ABSENT)], UNKNOWN, ""),
+    (source(150, OLD, 60, 2_000), [(100, ABSENT)], UNKNOWN, ""),  # a later time at an earlier sequence
+    # No held message gives more evidence.
+    (source(150, NEW, 101, 2_000), [(100, ABSENT)], UNKNOWN, ""),
+    (source(60, OLD, 61, None), [(100, ABSENT)], UNKNOWN, "the archive ends at 100, the stream holds 61..60"),
+]
+
+
+@pytest.mark.parametrize(("found", "tips", "kind", "why"), SOURCES)
 def test_a_source_is_judged_by_what_it_still_holds_of_the_archive(
     found: SourceStream, tips: list[tuple[int, HeldMessage]], kind: VerdictKind, why: str
 ) -> None:

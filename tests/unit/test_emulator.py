@@ -72,29 +72,29 @@ def test_each_node_publishes_once_in_an_interval_or_all_by_a_rate_until_a_count_
     assert not PublishSchedule(nodes=1).is_over(10**9, 10**9)
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: Sizes(0, 10), "the smaller first"),
-        (lambda: PublishSchedule(nodes=1, interval=0), "expected more than 0 seconds"),
-        *((lambda s=s: subject_filter(s), "a first token, then") for s in ("a", "{sender}", ".{sender}")),
-    ],
-)
+BAD_VALUES = [
+    (lambda: Sizes(0, 10), "the smaller first"),
+    (lambda: PublishSchedule(nodes=1, interval=0), "expected more than 0 seconds"),
+    *((lambda s=s: subject_filter(s), "a first token, then") for s in ("a", "{sender}", ".{sender}")),
+]
+
+
+@pytest.mark.parametrize(("make", "expected"), BAD_VALUES)
 def test_sizes_paces_and_subjects_that_cannot_be_are_refused(make: Callable[[], object], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         make()
     assert subject_filter("nodes.{sender}.facts") == subject_filter("nodes.n-{sender}") == "nodes.>"
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ("--server nowhere", "--server nowhere: expected a URL"),
-        ("--min-size 2K --max-size 1K", "sizes 2048 to 1024"),
-        ("--server nats://h:1 -c x.yaml", "--server and --config"),
-        ("--connections 0", "0 is not in the range"),
-    ],
-)
+WRONG_CALLS = [
+    ("--server nowhere", "--server nowhere: expected a URL"),
+    ("--min-size 2K --max-size 1K", "sizes 2048 to 1024"),
+    ("--server nats://h:1 -c x.yaml", "--server and --config"),
+    ("--connections 0", "0 is not in the range"),
+]
+
+
+@pytest.mark.parametrize(("options", "problem"), WRONG_CALLS)
 def test_a_wrong_command_line_is_explained_and_ends_with_2(options: str, problem: str) -> None:
     result = CliRunner().invoke(emulate, options.split())
 

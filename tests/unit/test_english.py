@@ -148,15 +148,15 @@ def test_a_constant_name_has_one_value() -> None:
     assert not found, shown({"constants": found})
 
 
-@pytest.mark.parametrize(
-    ("rule", "source", "expected"),
-    [
-        (question_starts, '"""Whether it runs."""\ndef f():\n    """Return what it does."""', {"Whether it runs."}),
-        (speech_words, "class Tell:\n    def understand(x, said): x.is_heard = y.told", {"Tell", "said", "is_heard"}),
-        (speech_words, "log.info('lease stands', action='lease_told')", {"'lease stands'", "'lease_told'"}),
-        (unclear_events, "log.info(f'{x}', action='x_read')\nlog.info('x', action='read')", {"f'{x}'", "'read'"}),
-    ],
-)
+MISTAKES = [
+    (question_starts, '"""Whether it runs."""\ndef f():\n    """Return what it does."""', {"Whether it runs."}),
+    (speech_words, "class Tell:\n    def understand(x, said): x.is_heard = y.told", {"Tell", "said", "is_heard"}),
+    (speech_words, "log.info('lease stands', action='lease_told')", {"'lease stands'", "'lease_told'"}),
+    (unclear_events, "log.info(f'{x}', action='x_read')\nlog.info('x', action='read')", {"f'{x}'", "'read'"}),
+]
+
+
+@pytest.mark.parametrize(("rule", "source", "expected"), MISTAKES)
 def test_a_rule_finds_a_mistake(rule: Callable[[ast.Module], Iterable[Place]], source: str, expected: set[str]) -> None:
     assert {text for _, text in rule(ast.parse(source))} == expected
 

@@ -29,33 +29,33 @@ def test_a_template_gives_each_partition_its_number() -> None:
     assert (found.is_partitioned, feed(filter_subject="nodes.0.>").is_partitioned) == (True, False)
 
 
-@pytest.mark.parametrize(
-    ("partitions", "expected"),
-    [
-        ([], "expected filters, none of them empty, found []"),
-        (["a.>", ""], "expected filters, none of them empty, found ['a.>', '']"),
-        (["a.>", "b", "a.>"], "expected each filter once, found 'a.>' again"),
-        (["a.>", "b.*", "*.c"], "expected filters that do not overlap, found 'a.>' and '*.c'"),
-        ({"count": 2, "subject": "a..{partition}"}, "without empty tokens, found 'a..{partition}'"),
-        ({"count": 2, "subject": ">.{partition}"}, "a last > allowed"),
-        ({"count": 1025, "subject": "a.{partition}"}, "expected 1 to 1024"),
-    ],
-)
+BAD_PARTITIONS = [
+    ([], "expected filters, none of them empty, found []"),
+    (["a.>", ""], "expected filters, none of them empty, found ['a.>', '']"),
+    (["a.>", "b", "a.>"], "expected each filter once, found 'a.>' again"),
+    (["a.>", "b.*", "*.c"], "expected filters that do not overlap, found 'a.>' and '*.c'"),
+    ({"count": 2, "subject": "a..{partition}"}, "without empty tokens, found 'a..{partition}'"),
+    ({"count": 2, "subject": ">.{partition}"}, "a last > allowed"),
+    ({"count": 1025, "subject": "a.{partition}"}, "expected 1 to 1024"),
+]
+
+
+@pytest.mark.parametrize(("partitions", "expected"), BAD_PARTITIONS)
 def test_partitions_that_cannot_be_are_refused_with_both_sides(partitions: Any, expected: str) -> None:
     with pytest.raises(ValidationError) as caught:
         feed(partitions=partitions)
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"filter_subject": "a.>"},
-        {"partitions": ["a", "b.*"]},
-        {"partitions": ["a"]},
-        {"partitions": {"count": 3, "subject": "a.{partition}"}, "relay": True},
-    ],
-)
+CUTS = [
+    {"filter_subject": "a.>"},
+    {"partitions": ["a", "b.*"]},
+    {"partitions": ["a"]},
+    {"partitions": {"count": 3, "subject": "a.{partition}"}, "relay": True},
+]
+
+
+@pytest.mark.parametrize("keys", CUTS)
 def test_a_cut_can_be_read_back_into_settings(keys: dict[str, Any]) -> None:
     """Read the filters back: an old incarnation is closed with the filters of its beginning."""
     [*parts] = partitions_of("site", feed(**keys))

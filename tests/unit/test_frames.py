@@ -51,18 +51,18 @@ def test_writes_messages_with_and_without_headers_and_reply():
     assert frame(b"a", b"", b"NATS/1.0\r\n\r\n") == b"HPUB a 12 12\r\nNATS/1.0\r\n\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    ("message", "why"),
-    [
-        *(((b"a.%cb" % byte, b""), "expected no space, tab, CR, LF or NUL") for byte in b" \t\r\n\0"),
-        ((b"a", b"", None, b"r\n"), "expected no space, tab, CR, LF or NUL"),
-        ((b"a 0\r\n\r\nPUB b", b""), "subject"),
-        ((b"", b"x"), "at least one byte"),
-        ((b"a" * 4057, b""), "at most 4056 bytes, found 4057"),  # the server would close the connection for it
-        *(((b"a", b"", each), "header block") for each in (b"", b"A: 1\r\n\r\n", b"NATS/1.0\r\nA: 1\r\n")),
-        *(((b"a", b"", b"NATS/1.0" + each), "header block") for each in (b" 503\r\n\r\n", b"\r\n\r\nA: 1\r\n\r\n")),
-    ],
-)
+BAD_MESSAGES = [
+    *(((b"a.%cb" % byte, b""), "expected no space, tab, CR, LF or NUL") for byte in b" \t\r\n\0"),
+    ((b"a", b"", None, b"r\n"), "expected no space, tab, CR, LF or NUL"),
+    ((b"a 0\r\n\r\nPUB b", b""), "subject"),
+    ((b"", b"x"), "at least one byte"),
+    ((b"a" * 4057, b""), "at most 4056 bytes, found 4057"),  # the server would close the connection for it
+    *(((b"a", b"", each), "header block") for each in (b"", b"A: 1\r\n\r\n", b"NATS/1.0\r\nA: 1\r\n")),
+    *(((b"a", b"", b"NATS/1.0" + each), "header block") for each in (b" 503\r\n\r\n", b"\r\n\r\nA: 1\r\n\r\n")),
+]
+
+
+@pytest.mark.parametrize(("message", "why"), BAD_MESSAGES)
 def test_refuses_what_the_server_would_take_for_something_else(message: tuple[bytes, ...], why: str):
     with pytest.raises(ValueError, match=why):
         frame(*message)
@@ -245,18 +245,18 @@ def test_counts_only_messages_that_continue_the_consumer_sequence(numbers: list[
     assert parse_replies([reply(10 + i, number) for i, number in enumerate(numbers)], b"c1", 3).contiguous == contiguous
 
 
-@pytest.mark.parametrize(
-    "replies",
-    [
-        *([each] for each in (b"", b"_INBOX.x", b"$JS.ACK.S.c1.1.7.3", b"$JS.ACK.x.S.c1.1.7.3.70.5")),
-        *([each] for each in (b"$JS.FC.S.c1.1.7.3.70.5", b"$JS.ACKS.S.c1.1.7.3.70.5", b"$JS.ACK.S.c1.1.x.3.70.5")),
-        [reply(7, 3, consumer="other")],
-        [reply(7, 3), reply(8, 4, consumer="other")],
-        [reply(7, 3), reply(8, 4, domain=True)],
-        [reply(7, 3), b"$JS.ACK.S.c1.1.x.4.70.5"],
-        [reply(8, 3), reply(7, 4)],
-    ],
-)
+BAD_REPLIES = [
+    *([each] for each in (b"", b"_INBOX.x", b"$JS.ACK.S.c1.1.7.3", b"$JS.ACK.x.S.c1.1.7.3.70.5")),
+    *([each] for each in (b"$JS.FC.S.c1.1.7.3.70.5", b"$JS.ACKS.S.c1.1.7.3.70.5", b"$JS.ACK.S.c1.1.x.3.70.5")),
+    [reply(7, 3, consumer="other")],
+    [reply(7, 3), reply(8, 4, consumer="other")],
+    [reply(7, 3), reply(8, 4, domain=True)],
+    [reply(7, 3), b"$JS.ACK.S.c1.1.x.4.70.5"],
+    [reply(8, 3), reply(7, 4)],
+]
+
+
+@pytest.mark.parametrize("replies", BAD_REPLIES)
 def test_refuses_replies_of_another_form_or_consumer_or_out_of_order(replies: list[bytes]) -> None:
     with pytest.raises(ValueError, match=r"expected|reply|replies|sequences|invalid literal"):
         parse_replies(replies, b"c1", 3)
@@ -282,20 +282,20 @@ def test_compiled_replies_are_those_of_python(replies: list[bytes], first: int) 
     assert parsed(replies, first) == in_python(parsed, replies, first)
 
 
-@pytest.mark.parametrize(
-    ("block", "status"),
-    [
-        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 8\r\nNats-Last-Stream: 10\r\n\r\n", IdleHeartbeat(8, 10)),
-        (b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 9\r\nNats-Pending-Bytes: 0\r\n\r\n", PullEnd(9)),
-        (b"NATS/1.0 409 Message Size Exceeds MaxBytes\r\n" + PENDING, PullEnd(4, is_too_small=True)),
-        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 256\r\n\r\n", PullEnd(0, max_batch=256)),
-        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 0\r\n\r\n", ConsumerError("409 Exceeded MaxRequestBatch of 0")),
-        (b"NATS/1.0 409 Consumer Deleted\r\n\r\n", ConsumerError("409 Consumer Deleted")),
-        (b"NATS/1.0 503\r\nNats-Subject: x\r\n\r\n", ConsumerError("503")),
-        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: x\r\n\r\n", ConsumerError("100 Idle Heartbeat")),
-        (b"NATS/1.0\r\n\r\n", ConsumerError("an empty status")),
-        (None, ConsumerError("an empty status")),
-    ],
-)
+STATUS_FRAMES = [
+    (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 8\r\nNats-Last-Stream: 10\r\n\r\n", IdleHeartbeat(8, 10)),
+    (b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 9\r\nNats-Pending-Bytes: 0\r\n\r\n", PullEnd(9)),
+    (b"NATS/1.0 409 Message Size Exceeds MaxBytes\r\n" + PENDING, PullEnd(4, is_too_small=True)),
+    (b"NATS/1.0 409 Exceeded MaxRequestBatch of 256\r\n\r\n", PullEnd(0, max_batch=256)),
+    (b"NATS/1.0 409 Exceeded MaxRequestBatch of 0\r\n\r\n", ConsumerError("409 Exceeded MaxRequestBatch of 0")),
+    (b"NATS/1.0 409 Consumer Deleted\r\n\r\n", ConsumerError("409 Consumer Deleted")),
+    (b"NATS/1.0 503\r\nNats-Subject: x\r\n\r\n", ConsumerError("503")),
+    (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: x\r\n\r\n", ConsumerError("100 Idle Heartbeat")),
+    (b"NATS/1.0\r\n\r\n", ConsumerError("an empty status")),
+    (None, ConsumerError("an empty status")),
+]
+
+
+@pytest.mark.parametrize(("block", "status"), STATUS_FRAMES)
 def test_separates_status_frames(block: bytes | None, status: object) -> None:
     assert protocol.parse_status(block) == status

@@ -86,36 +86,36 @@ CLAIMS = LoopMarkers(Chain("here", "FEED", 2, 0))
 REPLAYED = b"Floe-Replay: 3f0c9a1be27d4455"
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        escape(None, OURS),
-        escape(build_block([b"A: 1"]), OURS, first_lines=(b"Nats-Expected-Last-Sequence: 41",)),
-        escape(escape(escape(None, OURS), THEIRS), THEIRS),
-        escape(escape(None, OURS), THEIRS, relay=True),
-        # The mark of a replay at another site, or of an older one here, is not beside the newest hop.
-        escape(build_block([OURS.line(), REPLAYED]), THEIRS),
-    ],
-)
+HOPS = [
+    escape(None, OURS),
+    escape(build_block([b"A: 1"]), OURS, first_lines=(b"Nats-Expected-Last-Sequence: 41",)),
+    escape(escape(escape(None, OURS), THEIRS), THEIRS),
+    escape(escape(None, OURS), THEIRS, relay=True),
+    # The mark of a replay at another site, or of an older one here, is not beside the newest hop.
+    escape(build_block([OURS.line(), REPLAYED]), THEIRS),
+]
+
+
+@pytest.mark.parametrize("block", HOPS)
 def test_a_hop_of_this_feed_is_found_however_deep_it_was_escaped(block: bytes) -> None:
     assert [CLAIMS.claims_of(sequence, block) for sequence in (8, 7, 6)] == [[OURS], [], []]  # older messages only
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        escape(None, THEIRS),
-        *(escape(None, Provenance("here", feed, 2, 1, 7, 1)) for feed in ("OTHER", "FEED2")),
-        escape(None, Provenance("here", "FEED", 1, 1, 7, 1)),
-        escape(None, Provenance("here", "FEED", 2, 1, 0, 1)),
-        build_block([OURS.line(), REPLAYED]),
-        build_block([b"X: " + OURS.line()]),
-        build_block([OURS.line() + b" 1"]),
-        *(build_block([OURS.line().replace(b" 7 ", number)]) for number in (b" x ", b" " + b"7" * 5000 + b" ")),
-        build_block([b"floe-source:" + OURS.line().partition(b":")[2]]),
-        b"",
-    ],
-)
+WITHOUT_CLAIMS = [
+    escape(None, THEIRS),
+    *(escape(None, Provenance("here", feed, 2, 1, 7, 1)) for feed in ("OTHER", "FEED2")),
+    escape(None, Provenance("here", "FEED", 1, 1, 7, 1)),
+    escape(None, Provenance("here", "FEED", 2, 1, 0, 1)),
+    build_block([OURS.line(), REPLAYED]),
+    build_block([b"X: " + OURS.line()]),
+    build_block([OURS.line() + b" 1"]),
+    *(build_block([OURS.line().replace(b" 7 ", number)]) for number in (b" x ", b" " + b"7" * 5000 + b" ")),
+    build_block([b"floe-source:" + OURS.line().partition(b":")[2]]),
+    b"",
+]
+
+
+@pytest.mark.parametrize("block", WITHOUT_CLAIMS)
 def test_what_names_no_older_message_of_this_feed_claims_nothing(block: bytes) -> None:
     assert CLAIMS.claims_of(8, block) == []
 

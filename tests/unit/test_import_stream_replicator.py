@@ -113,14 +113,15 @@ def test_entries_that_split_a_stream_become_partitions_of_one_feed() -> None:
     assert target.subjects_to_create() == feed.filters()
 
 
+COPIES = [
+    (["filter_subject: a.>", "name: one"], ["filter_subject: a.b", "name: two"], [("S", "a.>"), ("S_two", "a.b")]),
+    (["inspect_field: x", "inspect_duration: 1h"], ["target_stream: W", "name: n"], [("S", ""), ("S_n", "")]),
+    (["target_subject_prefix: a"], ["target_subject_prefix: b", "name: n"], [("S", ""), ("S_n", "")]),
+]
+
+
 @pytest.mark.parametrize(
-    ("one", "other", "feeds"),
-    [
-        (["filter_subject: a.>", "name: one"], ["filter_subject: a.b", "name: two"], [("S", "a.>"), ("S_two", "a.b")]),
-        (["inspect_field: x", "inspect_duration: 1h"], ["target_stream: W", "name: n"], [("S", ""), ("S_n", "")]),
-        (["target_subject_prefix: a"], ["target_subject_prefix: b", "name: n"], [("S", ""), ("S_n", "")]),
-    ],
-    ids=["overlapping filters", "sampled and whole", "twice into one target"],
+    ("one", "other", "feeds"), COPIES, ids=["overlapping filters", "sampled and whole", "twice into one target"]
 )
 def test_copies_that_differ_are_named_apart(one: list[str], other: list[str], feeds: list[tuple[str, str]]) -> None:
     found = settings(imported(config(stream(*one), stream(*other))))
@@ -222,15 +223,15 @@ def test_text_that_looks_like_a_variable_stays_text() -> None:
 # Keys
 
 
-@pytest.mark.parametrize(
-    ("lines", "key"),
-    [
-        (("start_delta: 1d", "start_sequence: 7", "start_at_end: true"), "start_at_end"),
-        (("start_delta: 1d", "start_sequence: 7"), "start_sequence"),
-        (("start_delta: 1d", "start_time: 2026-01-02T03:04:05Z"), "start_delta"),
-        (("start_time: 2026-01-02T03:04:05+01:00",), "start_time"),
-    ],
-)
+STARTS = [
+    (("start_delta: 1d", "start_sequence: 7", "start_at_end: true"), "start_at_end"),
+    (("start_delta: 1d", "start_sequence: 7"), "start_sequence"),
+    (("start_delta: 1d", "start_time: 2026-01-02T03:04:05Z"), "start_delta"),
+    (("start_time: 2026-01-02T03:04:05+01:00",), "start_time"),
+]
+
+
+@pytest.mark.parametrize(("lines", "key"), STARTS)
 def test_of_several_starts_the_one_counts_that_counted(lines: tuple[str, ...], key: str) -> None:
     feed = site(config(stream(*lines))).egress.feeds[0]
     starts = ("start_at_end", "start_sequence", "start_time", "start_delta")
@@ -289,20 +290,20 @@ def test_what_floe_refuses_is_named_in_the_imported_file() -> None:
 # Files that are no configuration
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("name: !!python/object/apply:os.system ['touch %s']\n", "sr.yaml:1:7: name: expected a value, found the tag"),
-        ("name: A\nname: B\n", "sr.yaml:2:1: name: expected each key once, found it on line 1 too"),
-        ("name: A\nstreems: []\n", "sr.yaml:2:1: streems: unknown key of stream-replicator; did you mean streams?"),
-        ("name: 1e3\n", "sr.yaml:1:7: name: expected text; quote it, found something else"),
-        ("streams: []\n", "sr.yaml:1:1: name: expected a value (required), found nothing"),
-        ("name: A\n---\nname: B\n", "sr.yaml:3:1: expected one document, found 2"),
-        ("name: A\nstreams: [{stream: S}]\n", "sr.yaml:2:11: streams.0.source_url: expected a URL (required)"),
-        ("name: A\nmonitor_port: -1\n", "sr.yaml:2:15: monitor_port: expected a whole number from 0"),
-        (HEAD + "streams:\n  - first: {source: s}\n", "sr.yaml:7:5: streams.0.first: unknown key of stream-replicator"),
-    ],
-)
+WRONG_FILES = [
+    ("name: !!python/object/apply:os.system ['touch %s']\n", "sr.yaml:1:7: name: expected a value, found the tag"),
+    ("name: A\nname: B\n", "sr.yaml:2:1: name: expected each key once, found it on line 1 too"),
+    ("name: A\nstreems: []\n", "sr.yaml:2:1: streems: unknown key of stream-replicator; did you mean streams?"),
+    ("name: 1e3\n", "sr.yaml:1:7: name: expected text; quote it, found something else"),
+    ("streams: []\n", "sr.yaml:1:1: name: expected a value (required), found nothing"),
+    ("name: A\n---\nname: B\n", "sr.yaml:3:1: expected one document, found 2"),
+    ("name: A\nstreams: [{stream: S}]\n", "sr.yaml:2:11: streams.0.source_url: expected a URL (required)"),
+    ("name: A\nmonitor_port: -1\n", "sr.yaml:2:15: monitor_port: expected a whole number from 0"),
+    (HEAD + "streams:\n  - first: {source: s}\n", "sr.yaml:7:5: streams.0.first: unknown key of stream-replicator"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_FILES)
 def test_what_is_wrong_is_one_line_with_its_place(text: str, message: str) -> None:
     assert any(problem.startswith(message) for problem in problems(text)), problems(text)
 

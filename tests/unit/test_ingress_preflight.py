@@ -53,25 +53,25 @@ def moved(before: str, after: str) -> dict[str, Any]:
     return source(subject_transform={"source": before, "destination": after})
 
 
-@pytest.mark.parametrize(
-    ("sources", "rest"),
-    [
-        ([source(subject_prefix="fleet", subject_remove="nodes.")], "--subjects 'fleet.>' "),
-        ([source(subject_prefix="b"), source(subject_prefix="a")], "--subjects 'a.>,b.>' "),
-        (
-            [source(site=["eu", "us"], subject_prefix="f.{site}"), source(site="x", subject_prefix="f.{feed}.x")],
-            "--subjects 'f.F1.x.>,f.eu.>,f.us.>' ",
-        ),
-        ([source(subject_prefix="f.{site}.r{incarnation}-{partition}")], "--subjects 'f.us-east.*.>' "),
-        ([moved("nodes.*", "fleet.{{partition(4,1)}}.$1")], "--subjects 'fleet.*.*' "),
-        ([moved("nodes.*", "fleet.$1"), source(subject_prefix="fleet")], "--subjects 'fleet.>' "),
-        # `nats` asks for values that may be anything.
-        ([source()], "--storage"),
-        ([source(subject_prefix="fleet", subject_remove="fleet.")], "--storage"),
-        ([source(subject_prefix="{site}", subject_remove="east.")], "--storage"),
-        ([source(subject_prefix="f.{partition}", subject_remove="7.nodes.")], "--storage"),
-    ],
-)
+SUBJECT_OPTIONS = [
+    ([source(subject_prefix="fleet", subject_remove="nodes.")], "--subjects 'fleet.>' "),
+    ([source(subject_prefix="b"), source(subject_prefix="a")], "--subjects 'a.>,b.>' "),
+    (
+        [source(site=["eu", "us"], subject_prefix="f.{site}"), source(site="x", subject_prefix="f.{feed}.x")],
+        "--subjects 'f.F1.x.>,f.eu.>,f.us.>' ",
+    ),
+    ([source(subject_prefix="f.{site}.r{incarnation}-{partition}")], "--subjects 'f.us-east.*.>' "),
+    ([moved("nodes.*", "fleet.{{partition(4,1)}}.$1")], "--subjects 'fleet.*.*' "),
+    ([moved("nodes.*", "fleet.$1"), source(subject_prefix="fleet")], "--subjects 'fleet.>' "),
+    # `nats` asks for values that may be anything.
+    ([source()], "--storage"),
+    ([source(subject_prefix="fleet", subject_remove="fleet.")], "--storage"),
+    ([source(subject_prefix="{site}", subject_remove="east.")], "--storage"),
+    ([source(subject_prefix="f.{partition}", subject_remove="7.nodes.")], "--storage"),
+]
+
+
+@pytest.mark.parametrize(("sources", "rest"), SUBJECT_OPTIONS)
 def test_the_line_that_makes_a_target_names_its_subjects(sources: list[dict[str, Any]], rest: str) -> None:
     line = add_command(target(sources=[{**each, "feed": f"F{n}"} for n, each in enumerate(sources)]))
 
@@ -86,26 +86,26 @@ def test_what_floe_creates_it_also_takes_and_a_target_of_the_operators_own_may_f
     assert list(config_problems(config, target())) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"mirror": {"name": "X"}}, "mirror: expected none"),
-        ({"sources": [{"name": "X"}]}, "sources: expected none"),
-        ({"subject_transform": {"src": "a", "dest": "b"}}, "subject_transform: expected none"),
-        *(({key: True}, f"{key}: expected false, found true") for key in ("sealed", "no_ack", "allow_msg_counter")),
-        ({"discard_new_per_subject": True}, "discard_new_per_subject: expected false, found true"),
-        ({"persist_mode": "async"}, "persist_mode: expected default, found async"),
-        ({"subject_delete_marker_ttl": 5}, "subject_delete_marker_ttl: expected 0, found more"),
-        ({"retention": "interest"}, "retention: expected limits (create), found interest"),
-        ({"storage": "memory"}, "storage: expected file (create), found memory"),
-        ({"num_replicas": 1}, "num_replicas: expected 3 (create), found 1"),
-        ({"max_age": 5}, "max_age: expected 0 (create), found 5"),
-        ({"max_bytes": 7}, "max_bytes: expected -1 (create), found 7"),
-        ({"subjects": ["fleet.*"]}, "subjects: expected fleet.> (create) among them, found fleet.*"),
-        ({"allow_msg_ttl": False}, "allow_msg_ttl: expected true for control_headers nats-ttl, found false"),
-        ({"deny_purge": True}, "deny_purge: expected false for control_headers nats-rollup, found true"),
-    ],
-)
+DANGEROUS = [
+    ({"mirror": {"name": "X"}}, "mirror: expected none"),
+    ({"sources": [{"name": "X"}]}, "sources: expected none"),
+    ({"subject_transform": {"src": "a", "dest": "b"}}, "subject_transform: expected none"),
+    *(({key: True}, f"{key}: expected false, found true") for key in ("sealed", "no_ack", "allow_msg_counter")),
+    ({"discard_new_per_subject": True}, "discard_new_per_subject: expected false, found true"),
+    ({"persist_mode": "async"}, "persist_mode: expected default, found async"),
+    ({"subject_delete_marker_ttl": 5}, "subject_delete_marker_ttl: expected 0, found more"),
+    ({"retention": "interest"}, "retention: expected limits (create), found interest"),
+    ({"storage": "memory"}, "storage: expected file (create), found memory"),
+    ({"num_replicas": 1}, "num_replicas: expected 3 (create), found 1"),
+    ({"max_age": 5}, "max_age: expected 0 (create), found 5"),
+    ({"max_bytes": 7}, "max_bytes: expected -1 (create), found 7"),
+    ({"subjects": ["fleet.*"]}, "subjects: expected fleet.> (create) among them, found fleet.*"),
+    ({"allow_msg_ttl": False}, "allow_msg_ttl: expected true for control_headers nats-ttl, found false"),
+    ({"deny_purge": True}, "deny_purge: expected false for control_headers nats-rollup, found true"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), DANGEROUS)
 def test_a_dangerous_difference_is_named_with_both_values(changes: dict[str, Any], problem: str) -> None:
     keys = {"create": {"replicas": 3}, "control_headers": ["Nats-TTL", "Nats-Rollup"]}
 
@@ -123,22 +123,22 @@ ROLLUP = {"control_headers": ["Nats-Rollup"]}
 TO_A = {"source": "nodes.>", "destination": "a.>"}
 
 
-@pytest.mark.parametrize(
-    ("sources", "meeting"),
-    [
-        ([source(site=["us-east", "eu-west"], subject_prefix="fleet", **ROLLUP)], [0]),
-        ([source(site=["us-east", "eu-west"], subject_prefix="fleet.{feed}.{site}", **ROLLUP)], []),
-        ([source(site="*", subject_prefix="fleet", **ROLLUP)], [0]),
-        ([source(site="*", subject_prefix="fleet.{site}", **ROLLUP)], []),
-        ([source(site=["us-east", "eu-west"], feed=["NODES", "LOGS"], subject_prefix="f.{site}", **ROLLUP)], []),
-        ([source(site=["us-east", "eu-west"], subject_prefix="fleet")], []),
-        ([source(**ROLLUP), source(site="eu-west", subject_prefix="eu")], [0]),
-        ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="b", **ROLLUP)], []),
-        ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="a.b", **ROLLUP)], [0, 1]),
-        ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_transform=TO_A)], [0]),
-        ([source(subject_prefix="a", **ROLLUP), source(site="eu", subject_prefix="b", subject_remove="b.")], [0]),
-    ],
-)
+ROLLUPS = [
+    ([source(site=["us-east", "eu-west"], subject_prefix="fleet", **ROLLUP)], [0]),
+    ([source(site=["us-east", "eu-west"], subject_prefix="fleet.{feed}.{site}", **ROLLUP)], []),
+    ([source(site="*", subject_prefix="fleet", **ROLLUP)], [0]),
+    ([source(site="*", subject_prefix="fleet.{site}", **ROLLUP)], []),
+    ([source(site=["us-east", "eu-west"], feed=["NODES", "LOGS"], subject_prefix="f.{site}", **ROLLUP)], []),
+    ([source(site=["us-east", "eu-west"], subject_prefix="fleet")], []),
+    ([source(**ROLLUP), source(site="eu-west", subject_prefix="eu")], [0]),
+    ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="b", **ROLLUP)], []),
+    ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="a.b", **ROLLUP)], [0, 1]),
+    ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_transform=TO_A)], [0]),
+    ([source(subject_prefix="a", **ROLLUP), source(site="eu", subject_prefix="b", subject_remove="b.")], [0]),
+]
+
+
+@pytest.mark.parametrize(("sources", "meeting"), ROLLUPS)
 def test_a_source_rolls_up_only_its_own_subjects(sources: list[dict[str, Any]], meeting: list[int]) -> None:
     settings = target(sources=sources)
     config = {"subjects": [">"], "allow_rollup_hdrs": True}
@@ -151,22 +151,22 @@ def test_a_source_rolls_up_only_its_own_subjects(sources: list[dict[str, Any]], 
     assert keys == [f"ingress.targets.0.sources.{index}.control_headers" for index in meeting]
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ({"subject_prefix": "fleet"}, "fleet.>"),
-        ({"subject_prefix": "fleet", "subject_remove": "nodes."}, "fleet.>"),
-        ({"subject_prefix": "fleet.{site}"}, "fleet.us-east.>"),
-        ({"subject_transform": {"source": ">", "destination": "fleet.>"}}, "fleet.>"),
-        ({"subject_transform": {"source": "a.*", "destination": "b.{{split(1,-)}}"}}, "b.>"),
-        ({}, None),
-        ({"subject_prefix": "m{incarnation}.x"}, None),
-        ({"subject_prefix": "fleet", "subject_remove": "fleet."}, None),
-        ({"subject_prefix": "fleet", "subject_remove": ".nodes"}, None),
-        ({"subject_transform": {"source": "a.*", "destination": "{{split(1,-)}}.b"}}, None),
-        ({"subject_transform": {"source": "a.*", "destination": "more.$1"}}, None),
-    ],
-)
+STORING = [
+    ({"subject_prefix": "fleet"}, "fleet.>"),
+    ({"subject_prefix": "fleet", "subject_remove": "nodes."}, "fleet.>"),
+    ({"subject_prefix": "fleet.{site}"}, "fleet.us-east.>"),
+    ({"subject_transform": {"source": ">", "destination": "fleet.>"}}, "fleet.>"),
+    ({"subject_transform": {"source": "a.*", "destination": "b.{{split(1,-)}}"}}, "b.>"),
+    ({}, None),
+    ({"subject_prefix": "m{incarnation}.x"}, None),
+    ({"subject_prefix": "fleet", "subject_remove": "fleet."}, None),
+    ({"subject_prefix": "fleet", "subject_remove": ".nodes"}, None),
+    ({"subject_transform": {"source": "a.*", "destination": "{{split(1,-)}}.b"}}, None),
+    ({"subject_transform": {"source": "a.*", "destination": "more.$1"}}, None),
+]
+
+
+@pytest.mark.parametrize(("source", "found"), STORING)
 def test_a_source_that_could_store_nothing_is_found(source: dict[str, Any], found: str | None) -> None:
     settings = target(sources=[{"site": "us-east", "feed": "NODES", **source}])
     expected = [f"sources.0: expected subjects that the target takes (other.>, more.*), found {found}"] if found else []
@@ -189,21 +189,21 @@ def test_each_publisher_has_its_reason_and_a_refusal_names_the_key_and_the_comma
         assert (error.value.code, "nats stream edit FLEET --allow-" in error.value.hint) == ("E-PUBLISHER", True)
 
 
-@pytest.mark.parametrize(
-    ("version", "config", "control", "name"),
-    [
-        ((2, 14, 0), BOTH, "", "fast"),
-        ((2, 14, 0), {"allow_batched": True}, "", "fast"),
-        ((2, 15, 1), BOTH, "nats-rollup", "fast"),
-        ((2, 13, 9), BOTH, "", "atomic"),
-        ((2, 15, 1), {**ATOMIC, "allow_batched": False}, "", "atomic"),
-        ((2, 12, 0), ATOMIC, "", "atomic"),
-        ((2, 15, 1), ATOMIC, "nats-ttl", "atomic"),
-        ((2, 11, 9), BOTH, "", "single"),
-        ((2, 15, 1), {"allow_atomic": "yes"}, "", "single"),
-        ((2, 15, 1), ATOMIC, "nats-rollup", "single"),
-    ],
-)
+PUBLISHERS = [
+    ((2, 14, 0), BOTH, "", "fast"),
+    ((2, 14, 0), {"allow_batched": True}, "", "fast"),
+    ((2, 15, 1), BOTH, "nats-rollup", "fast"),
+    ((2, 13, 9), BOTH, "", "atomic"),
+    ((2, 15, 1), {**ATOMIC, "allow_batched": False}, "", "atomic"),
+    ((2, 12, 0), ATOMIC, "", "atomic"),
+    ((2, 15, 1), ATOMIC, "nats-ttl", "atomic"),
+    ((2, 11, 9), BOTH, "", "single"),
+    ((2, 15, 1), {"allow_atomic": "yes"}, "", "single"),
+    ((2, 15, 1), ATOMIC, "nats-rollup", "single"),
+]
+
+
+@pytest.mark.parametrize(("version", "config", "control", "name"), PUBLISHERS)
 def test_the_publisher_follows_the_server_and_what_the_stream_echoes(
     version: tuple[int, int, int], config: dict[str, Any], control: str, name: str
 ) -> None:

@@ -132,22 +132,22 @@ def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
         assert len(VERSION) + len(tail) + len(payload) + prepare.PUBLISHER_LINES_BYTES - 20 <= size
 
 
-@pytest.mark.parametrize(
-    ("line", "control", "is_shared", "acts"),
-    [
-        (b"Nats-TTL: 5m", b"nats-ttl", False, True),
-        (b"Nats-TTL:   5m", b"nats-ttl", False, True),
-        (b"Nats-TTL: 5m ", b"nats-ttl", False, False),
-        (b"Nats-TTL: soon", b"nats-ttl", False, False),
-        (b"Nats-TTL: 999999h", b"nats-ttl", False, True),
-        (b"Nats-TTL: 9999999h", b"nats-ttl", False, False),  # hours that would overflow the server
-        (b"Nats-Rollup: sub", b"nats-ttl", False, False),
-        (b"Nats-Rollup: all", b"nats-rollup", False, True),
-        (b"Nats-Rollup: sub", b"nats-rollup", True, True),
-        (b"Nats-Rollup: all", b"nats-rollup", True, False),  # of all feeds that flow in
-        (b"Nats-Rollup:  all", b"nats-rollup", True, False),
-    ],
-)
+ACTING = [
+    (b"Nats-TTL: 5m", b"nats-ttl", False, True),
+    (b"Nats-TTL:   5m", b"nats-ttl", False, True),
+    (b"Nats-TTL: 5m ", b"nats-ttl", False, False),
+    (b"Nats-TTL: soon", b"nats-ttl", False, False),
+    (b"Nats-TTL: 999999h", b"nats-ttl", False, True),
+    (b"Nats-TTL: 9999999h", b"nats-ttl", False, False),  # hours that would overflow the server
+    (b"Nats-Rollup: sub", b"nats-ttl", False, False),
+    (b"Nats-Rollup: all", b"nats-rollup", False, True),
+    (b"Nats-Rollup: sub", b"nats-rollup", True, True),
+    (b"Nats-Rollup: all", b"nats-rollup", True, False),  # of all feeds that flow in
+    (b"Nats-Rollup:  all", b"nats-rollup", True, False),
+]
+
+
+@pytest.mark.parametrize(("line", "control", "is_shared", "acts"), ACTING)
 def test_what_acts_is_named_valid_and_harmless(line: bytes, control: bytes, is_shared: bool, acts: bool) -> None:
     [(_, tail, _)] = ready(prepared(message(1, headers=block(line)), control=frozenset({control}), is_shared=is_shared))
 

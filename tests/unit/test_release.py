@@ -58,19 +58,16 @@ def test_a_release_has_equal_builds_a_chart_notes_and_checksums(tree: Path) -> N
     assert {link for link in re.findall(r"\]\(([^)#]+)", notes) if not (ROOT / link).exists()} == set()
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        ("echo >> README.md", "expected a tree without changes, found 1 changed, the first: README.md;"),
-        (f"sed -i 's/^## {VERSION}/## 9.9.9/' CHANGELOG.md", f"expected lines below '## {VERSION}', found none;"),
-        (
-            "sed -i 's/^## Unreleased/&\\n- A line./' CHANGELOG.md",
-            "expected nothing below '## Unreleased', found lines;",
-        ),
-        ("sed -i 's/[.]dev0//' pyproject.toml", f"expected a version that ends in .dev0, found {VERSION}"),
-        (f"git tag v{VERSION}; echo >> README.md", f"expected no tag v{VERSION} at another commit, found "),
-    ],
-)
+NOT_READY = [
+    ("echo >> README.md", "expected a tree without changes, found 1 changed, the first: README.md;"),
+    (f"sed -i 's/^## {VERSION}/## 9.9.9/' CHANGELOG.md", f"expected lines below '## {VERSION}', found none;"),
+    ("sed -i 's/^## Unreleased/&\\n- A line./' CHANGELOG.md", "expected nothing below '## Unreleased', found lines;"),
+    ("sed -i 's/[.]dev0//' pyproject.toml", f"expected a version that ends in .dev0, found {VERSION}"),
+    (f"git tag v{VERSION}; echo >> README.md", f"expected no tag v{VERSION} at another commit, found "),
+]
+
+
+@pytest.mark.parametrize(("change", "found"), NOT_READY)
 def test_a_commit_that_is_not_ready_is_refused_in_one_line(tree: Path, change: str, found: str) -> None:
     commit = "true" if "without changes" in found else "git commit -qam second"
     done = run(tree, f"{change}; {commit}; bash infra/release.sh")

@@ -198,14 +198,14 @@ def writer(path: Path) -> SegmentWriter:
     return SegmentWriter(path, level=0, compression_level=1)
 
 
-@pytest.mark.parametrize(
-    ("fields", "cause"),
-    [
-        ({"rows": 2, "ledger": Ledger()}, "footer rows: expected 1 as appended, found 2"),
-        ({"coverage": SequenceRange(1, 9)}, "expected 9 sequences accounted for"),
-        ({"coverage": SequenceRange(6, 6), "ledger": Ledger()}, "expected them in 6..6"),
-    ],
-)
+BAD_FOOTERS = [
+    ({"rows": 2, "ledger": Ledger()}, "footer rows: expected 1 as appended, found 2"),
+    ({"coverage": SequenceRange(1, 9)}, "expected 9 sequences accounted for"),
+    ({"coverage": SequenceRange(6, 6), "ledger": Ledger()}, "expected them in 6..6"),
+]
+
+
+@pytest.mark.parametrize(("fields", "cause"), BAD_FOOTERS)
 def test_what_does_not_fit_the_rows_before_is_refused(writer: SegmentWriter, fields: Any, cause: str) -> None:
     for sequences in ([2, 1], [1, 1]):
         with pytest.raises(ValueError, match="expected ascending"):

@@ -46,17 +46,17 @@ def test_a_feed_flows_in_by_its_name_or_by_the_one_pattern_that_matches(sources:
     assert settings.listed_feeds(feeds("edge-9/NODES x/NODES")) == feeds("edge-1/NODES hq/NODES edge-9/NODES")
 
 
-@pytest.mark.parametrize(
-    ("limit", "stored", "before", "taken"),
-    [
-        ({"max_sites": 2}, "", "", "a/A a/B b/A"),
-        ({"max_sites": 2}, "c/A", "", "a/A a/B c/A"),
-        ({"max_sites": 2}, "c/A d/A", "", "c/A d/A"),
-        ({"max_sites": 2}, "c/A", "d/A", "c/A d/A"),
-        ({"max_sites": 4}, "", "", "a/A a/B b/A c/A d/A"),
-        ({"max_chains": 1}, "a/B", "", "a/B b/A c/A d/A"),
-    ],
-)
+LIMITS = [
+    ({"max_sites": 2}, "", "", "a/A a/B b/A"),
+    ({"max_sites": 2}, "c/A", "", "a/A a/B c/A"),
+    ({"max_sites": 2}, "c/A d/A", "", "c/A d/A"),
+    ({"max_sites": 2}, "c/A", "d/A", "c/A d/A"),
+    ({"max_sites": 4}, "", "", "a/A a/B b/A c/A d/A"),
+    ({"max_chains": 1}, "a/B", "", "a/B b/A c/A d/A"),
+]
+
+
+@pytest.mark.parametrize(("limit", "stored", "before", "taken"), LIMITS)
 def test_a_limit_leaves_those_that_have_begun_then_the_first_by_name(
     limit: dict[str, int], stored: str, before: str, taken: str
 ) -> None:

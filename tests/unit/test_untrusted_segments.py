@@ -51,17 +51,17 @@ def changed(**fields: Any) -> bytes:
 # Not Parquet
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"PAR1PAR1",
-        b"<html><body>503 Service Unavailable</body></html>",
-        b"PAR1" + b"\x00" * 100 + b"\xff\xff\xff\x7fPAR1",
-        b"PAR1" + b"\x00" * 100 + b"\x10\x00\x00\x00PAR1",
-        b"PARE" + b"\x00" * 100 + b"\x10\x00\x00\x00PARE",
-    ],
-)
+NOT_PARQUET = [
+    b"",
+    b"PAR1PAR1",
+    b"<html><body>503 Service Unavailable</body></html>",
+    b"PAR1" + b"\x00" * 100 + b"\xff\xff\xff\x7fPAR1",
+    b"PAR1" + b"\x00" * 100 + b"\x10\x00\x00\x00PAR1",
+    b"PARE" + b"\x00" * 100 + b"\x10\x00\x00\x00PARE",
+]
+
+
+@pytest.mark.parametrize("content", NOT_PARQUET)
 def test_what_is_not_parquet_is_refused_and_an_encrypted_footer_is_named(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     error = refusal(path)
