@@ -12,7 +12,6 @@ Filters are pushed down only with option `pushdown`: Spark refuses *every* read 
 
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -49,7 +48,7 @@ from common.settings.root import StoreSettings
 from common.settings.types import is_subject
 from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, frame_schema, parse_options
 from compaction.spark import Batches, Spark, make_task
-from compaction.stream import CONCURRENT_LISTINGS, ArchiveStream, Positions
+from compaction.stream import ArchiveStream, Positions, map_in_threads
 
 
 def read_stretch(
@@ -164,9 +163,8 @@ class _Reader(DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         store = _open_store(self._options.store, self._options.spool_dir)
         chains = self._options.selected(ChainStore(store.objects, store.layout))
-        with ThreadPoolExecutor(CONCURRENT_LISTINGS) as pool:
-            planned = pool.map(lambda chain: _plan_chain(store, chain, self._options), chains)
-            return [_Partition(stretch, is_at_edge) for stretches in planned for stretch, is_at_edge in stretches]
+        planned = map_in_threads(lambda chain: _plan_chain(store, chain, self._options), chains)
+        return [_Partition(stretch, is_at_edge) for stretches in planned for stretch, is_at_edge in stretches]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return _read_partition(self._options, partition)

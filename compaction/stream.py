@@ -40,6 +40,12 @@ CONCURRENT_LISTINGS = 8
 RELIST_INTERVAL_S = 300.0  # seconds after which a chain is listed even if its tail did not change
 
 
+def map_in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return the result of `work` for each item, in order; it mostly waits for the store."""
+    with ThreadPoolExecutor(CONCURRENT_LISTINGS) as pool:
+        return list(pool.map(work, items))
+
+
 @dataclass(frozen=True, slots=True)
 class _NextPart:
     """The next part of a chain for a stream: stretches without a hole that counts, the position after them, and that
@@ -81,13 +87,13 @@ class ArchiveStream:
         chains, tails = self._options.selected(self._chains), self._tails()
         known = [chain for chain in chains if str(chain) in start]
         new = [chain for chain in chains if str(chain) not in start]
-        begun = dict(zip(map(str, new), self._mapped(self._first if start else self._start, new), strict=True))
+        begun = dict(zip(map(str, new), map_in_threads(self._first if start else self._start, new), strict=True))
         is_first = self._is_bounded and self._targets is None
         limit = LIST_PAGE_SEGMENTS if (rows or segments) and not is_first else None
-        parts = self._mapped(lambda chain: self._next(chain, start[str(chain)], tails.get(chain, ""), limit), known)
+        parts = map_in_threads(lambda chain: self._next(chain, start[str(chain)], tails.get(chain, ""), limit), known)
         self._ahead = {str(chain): part for chain, part in zip(known, parts, strict=True)}
         if is_first:
-            found = self._mapped(lambda name: self._list_next_part(Chain.parse(name), begun[name], None), begun)
+            found = map_in_threads(lambda name: self._list_next_part(Chain.parse(name), begun[name], None), begun)
             seen = {**self._ahead, **dict(zip(begun, found, strict=True))}
             self._targets = {name: each.position for name, each in seen.items()}
         if (targets := self._targets) is not None:
@@ -112,7 +118,7 @@ class ArchiveStream:
             for name, behind in sorted(end.items())
             if start.get(name, behind) < behind and name not in FORMAT
         ]
-        return [stretch for found in self._mapped(lambda part: self._between(*part), parts) for stretch in found]
+        return [stretch for found in map_in_threads(lambda part: self._between(*part), parts) for stretch in found]
 
     def _between(self, chain: Chain, rows: SequenceRange) -> list[Stretch[SegmentRef]]:
         seen = self._ahead.get(str(chain))
@@ -127,10 +133,6 @@ class ArchiveStream:
             f"chain {chain}: expected segments that cover {missing[0]} of a planned batch, found none",
             hint=hole_remedies(chain, missing[0]),
         )
-
-    def _mapped(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        with ThreadPoolExecutor(CONCURRENT_LISTINGS) as pool:
-            return list(pool.map(work, items))
 
     def _tails(self) -> dict[Chain, str]:
         with suppress(Refused):  # a credential of one site may not list tails: then every chain is listed

@@ -18,6 +18,7 @@ from common.archive.documents import ChainDocument, ChainStore, CompactionRun
 from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
 from common.nats.client import FloeClient
 from common.observe.monitor import Health, Monitor
+from egress import metrics
 from infra.local.process import free_ports, spawn
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.commands import ROOT, floe
@@ -56,6 +57,7 @@ async def test_egress_is_asked_at_its_monitor(bench: Bench, nats_url: str, tmp_p
         monitor = Monitor(f"127.0.0.1:{port}", running.health)
         monitor.start()
         try:
+            metrics.expiry.clear()  # of feeds that other tests ran in this process
             line = await checked("egress", "-c", config, code=0)
             assert line.startswith("OK - 1 chain, 0 sequences not archived | chains=1 stopped=0")
             running.health.set_ready("somebody", False, "is away")  # egress itself sets "objects" ready again

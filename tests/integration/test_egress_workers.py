@@ -91,8 +91,13 @@ def blocked(config: Path) -> Iterator[Callable[[int], None]]:
     os.mkfifo(config, 0o600)
     writing = os.open(config, os.O_RDWR)  # without a writer, a reader would find an empty file at once
 
+    def is_read_by(pid: int) -> bool:
+        with suppress(FileNotFoundError):  # a file that was closed meanwhile
+            return str(config) in [os.path.realpath(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+        return False
+
     def let_go(pid: int) -> None:
-        eventually(lambda: str(config) in [os.path.realpath(each) for each in Path(f"/proc/{pid}/fd").iterdir()])
+        eventually(lambda: is_read_by(pid))
         os.write(writing, text.encode())
         os.close(writing)
 
