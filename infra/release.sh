@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds a release from the commit that is checked out: bash infra/release.sh [FOLDER], dist by default (`make release`).
 # Wheel, sdist, chart, CycloneDX documents, deb, rpm and notes, each built twice, in two places, and compared; then their
-# checksums. What a tool is missing for is skipped, aloud. The tree has X.Y.Z.dev0; a release of it has X.Y.Z.
+# checksums. A part whose tool is missing is skipped, with a line that names it. The tree has X.Y.Z.dev0; a release of it has X.Y.Z.
 set -euo pipefail
 umask 022
 export LC_ALL=C TZ=UTC PYTHONHASHSEED=0

@@ -195,7 +195,7 @@ def test_an_image_is_made_of_the_locked_packages_and_runs_unprivileged():
         [base], stages = re.findall(r"^ARG BASE=(\S+)$", text, re.M), {*re.findall(r"^FROM .* AS (\S+)", text, re.M)}
         assert re.fullmatch(r"[a-z]+:[\w.-]+(@sha256:[0-9a-f]{64})?", base), "the digest is set by the update tool"
         assert {*re.findall(r"^FROM (\S+)", text, re.M)} - stages == {"${BASE}"}
-    updates = json.loads((ROOT / "renovate.json").read_text())
+    updates = json.loads((ROOT / ".renovaterc.json").read_text())
     assert (updates["extends"], updates["enabledManagers"]) == (["docker:pinDigests"], ["dockerfile", "docker-compose"])
     for service in COMPOSE["services"].values():
         assert re.search(r":[^:/}]+\}?$", service["image"]), "pinned by tag"
