@@ -8,7 +8,7 @@ FloeError
 │   ├── StoreUnavailable 75  the object store does not answer
 │   └── LeaseLost        75  another instance has the work
 ├── OutcomeUnknown       75  unknown if it is done: settled by reading, never by guessing
-├── AnotherWriter         4  another writer changes data that only this program may change
+├── OtherWriter           4  another writer changes data that only this program may change
 ├── Stopped               1  a verdict that needs an operator; names the choices
 ├── UnexpectedError       1  a defect, or no memory left: the work that failed is restarted (`common/tasks.py`)
 └── DataError             3  stored data is invalid

@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 MAX_EMPTY_ATTEMPTS = 8  # attempts in a row that store nothing, before the whole delivery restarts
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0  # seconds between such attempts
-PROGRESS_CHECKS = 3  # checks of another instance's progress, before AnotherWriter
+PROGRESS_CHECKS = 3  # checks of another instance's progress, before OtherWriter
 PROGRESS_CHECK_INTERVAL_S = 1.0  # seconds between them
 STATE_CHECK_INTERVAL_S = 2.0  # seconds between two reads of the state while no rows are ready
 MAX_LOGGED_CHAINS = 100  # chains with their positions in one line of the log
@@ -132,7 +132,7 @@ class Delivery:
     async def run(self, stop: Stop) -> None:
         """Deliver until `stop` is set and no intent is open.
 
-        Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown if a new attempt
+        Raises Stopped with the choices, OtherWriter, LeaseLost; Unavailable and OutcomeUnknown if a new attempt
         may help.
         """
         await self.begin()
@@ -326,7 +326,7 @@ class Delivery:
         """Wait until another instance, which stored progress, stores nothing more.
 
         A correction by an operator does not count as another instance. Raises LeaseLost if the lease is not ours,
-        AnotherWriter if it is ours and the other instance does not stop.
+        OtherWriter if it is ours and the other instance does not stop.
         """
         for _ in range(PROGRESS_CHECKS):
             await self._clock.sleep(PROGRESS_CHECK_INTERVAL_S)

@@ -181,7 +181,7 @@ class TargetSupervisor:
         """Deliver or be on standby, until `stop` or `removed` is set and no intent is open.
 
         An unexpected error ends an attempt and is logged; the next attempt begins after a pause that grows. Raises
-        an error that ends the target for this process: ConfigError at the start, AnotherWriter.
+        an error that ends the target for this process: ConfigError at the start, OtherWriter.
         """
         stop = Stop(stop, self.removed)
         try:

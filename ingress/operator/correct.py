@@ -159,7 +159,7 @@ class CheckpointEditor:
     async def apply(self, plan: CheckpointPlan) -> None:
         """Store the plan, if neither the state nor the target has changed since it was made.
 
-        Raises AnotherWriter if the target has changed, Unavailable if the state has.
+        Raises OtherWriter if the target has changed, Unavailable if the state has.
         """
         if plan.last is not None and self._settings.exclusive:
             await self._clock.sleep(STILL_INTERVAL_S)

@@ -80,7 +80,7 @@ class TargetReconciler:
         """Read from the target how many messages of the open intent of `known` are stored.
 
         `rows`: the intent's messages, if they are in memory. Raises StateChanged if another instance changed the state;
-        Stopped or AnotherWriter if the target contradicts the state three times; LeaseLost; and the error of the target
+        Stopped or OtherWriter if the target contradicts the state three times; LeaseLost; and the error of the target
         if it gives no answer for `TARGET_ANSWER_TIMEOUT_S` seconds.
         """
         while True:
