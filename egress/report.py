@@ -294,8 +294,8 @@ class FeedReport:
         self.set_state("checking", ready=False, reason=text)
 
     def set_checking(self, reason: str) -> None:
-        """Report that a possible stop is being confirmed; a stop that is in force remains shown."""
-        if not self._health.not_ready_reason(self._part):
+        """Report that a possible stop is being confirmed; a stop or deletion that is in force remains shown."""
+        if not self._health.not_ready_reason(self._part) and not self.is_deleted:
             self.set_state("checking", ready=False, reason=reason)
 
     def record_verdict(self, evidence: Evidence, verdict: SourceVerdict) -> None:
