@@ -18,10 +18,10 @@ MOST_FILES = 248
 # Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,745 with 40 of `bench`, 15 files.
 # infra has 3,500; tests have 45,000, tests/sim included.
 MOST_LINES = {
-    "common": 15_133,
+    "common": 15_134,
     "egress": 9_925,
     "ingress": 13_410,
-    "compaction": 4_601,
+    "compaction": 4_600,
     "floe.py": 165,
     "pyspark_floe.py": 22,
     "infra": 3_500,
