@@ -74,7 +74,7 @@ class Link:
             self.process.loop.call_soon(self._give, data)
 
     def _give(self, data: bytes) -> None:
-        if not self.transport.is_closing():
+        if not self.transport.has_ended:
             self.protocol.data_received(data)
 
     def cut(self) -> None:
@@ -98,11 +98,11 @@ class Link:
 
 
 class SimTransport(asyncio.Transport):
-    """The client's end of a link."""
+    """The client's end of a link. `has_ended`: the protocol knows that it is closed."""
 
     def __init__(self, link: Link) -> None:
         super().__init__()
-        self._link, self._is_closed = link, False
+        self._link, self._is_aborted, self.has_ended = link, False, False
 
     def write(self, data: Any) -> None:
         self._link.up(bytes(data))
@@ -111,7 +111,7 @@ class SimTransport(asyncio.Transport):
         self.write(b"".join(pieces))
 
     def is_closing(self) -> bool:
-        return self._is_closed
+        return self._is_aborted or self.has_ended or not self._link.process.alive
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -128,14 +128,15 @@ class SimTransport(asyncio.Transport):
         self.abort()
 
     def abort(self) -> None:
-        if not self._is_closed:
+        self._is_aborted = True
+        if not self.has_ended:
             self._link.abandon()
             self._link.process.loop.call_soon(self.end, None)
 
     def end(self, error: Exception | None) -> None:
         """Report the end to the protocol, once."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.has_ended:
+            self.has_ended = True
             self._link.protocol.connection_lost(error)
 
 
@@ -169,5 +170,5 @@ class ServerTransport(SimTransport):
         self._link.down(bytes(data))
 
     def abort(self) -> None:
-        self._is_closed = True
+        self._is_aborted = True
         self._link.cut()
