@@ -146,7 +146,7 @@ class FloeClient(Client):
         self._owners: dict[bytes, ReportError] = {}
         parser = FrameParser(self._sinks, self._on_message, self._on_line, self._on_sink_error)
         self._ps, self._requests, self._inbox = cast(Any, parser), PendingRequests(), b""
-        self._listeners: list[Callable[[bool], None]] = []
+        self._listeners: dict[Callable[[bool], None], None] = {}  # in order
         self._refusals: dict[bytes, str] = {}
         self._optional: set[bytes] = set()
         self._up, self._received, self._up_since, self._last_error = asyncio.Event(), 0, 0.0, ""
@@ -183,13 +183,8 @@ class FloeClient(Client):
         all.
         """
         listening = report_errors(listener, raise_fatal)
-        self._listeners.append(listening)
-
-        def forget() -> None:
-            with suppress(ValueError):
-                self._listeners.remove(listening)
-
-        return forget
+        self._listeners[listening] = None
+        return lambda: self._listeners.pop(listening, None)
 
     def send(self, frames: bytes) -> None:
         """Buffer bytes made by `frame`; they are written soon. Raises Unavailable while `is_up` is False.
@@ -306,16 +301,18 @@ class FloeClient(Client):
     async def aclose(self) -> None:
         """Give the server up to `CLOSE_TIMEOUT_S` seconds to take the buffered bytes, then close.
 
-        Waiting requests end with OutcomeUnknown.
+        Waiting requests end with OutcomeUnknown. Cancelled, it closes at once.
         """
-        await self.round_trip(CLOSE_TIMEOUT_S)
-        self._stop_tasks()
-        self._abort()
-        with suppress(Exception):
-            await asyncio.wait_for(self.close(), CLOSE_TIMEOUT_S)
-        self._status = Client.CLOSED
-        self._mark_down("the connection was closed")
-        self._listeners.clear()
+        try:
+            await self.round_trip(CLOSE_TIMEOUT_S)
+        finally:
+            self._stop_tasks()
+            self._abort()
+            self._mark_down("the connection was closed")
+            self._listeners.clear()
+            with suppress(Exception):
+                await asyncio.wait_for(self.close(), CLOSE_TIMEOUT_S)
+            self._status = Client.CLOSED
         await self.clock.sleep(0)
 
     async def __aexit__(self, *_: object) -> None:
@@ -369,6 +366,8 @@ class FloeClient(Client):
         s.last_attempt = self.clock.monotonic()
         self._transport = cast(Any, _Transport)()
         await self._wire.connect(s.uri, READ_BYTES, self.options["connect_timeout"])
+        if self.is_closed:  # in Python 3.11 `wait_for` forgets a cancellation that comes together with its result
+            raise asyncio.CancelledError
 
     async def _process_connect_init(self) -> None:
         self._stop_tasks()

@@ -12,7 +12,7 @@ from common.nats.api import create_stream, stream_info
 from common.nats.client import PING_INTERVAL_S, FloeClient, connect, connections, frame, reconnects
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
-from tests.support.basics import PATIENCE, counted, soon, unique
+from tests.support.basics import PATIENCE, cancelled, counted, soon, unique
 from tests.support.ingress import client_of
 from tests.support.proxies import TcpProxy
 
@@ -160,7 +160,7 @@ async def test_a_frame_that_the_server_refuses_costs_a_reconnect(client: FloeCli
     assert await stream_info(client, "NONE") is None
 
 
-async def test_closing_does_not_wait_for_a_dead_server_and_earlier_messages_arrive(
+async def test_closing_leaves_no_socket_does_not_wait_for_a_dead_server_and_earlier_messages_arrive(
     proxy: TcpProxy, direct: FloeClient, nats_url: str
 ):
     client = await connect(NatsSettings(url=proxy.url), name="test")
@@ -177,3 +177,8 @@ async def test_closing_does_not_wait_for_a_dead_server_and_earlier_messages_arri
     client.send(b"".join(frame(subject.encode(), b"x" * 1000) for _ in range(2000)))
     await client.aclose()
     await soon(lambda: len(received) == 2000)
+    client = await connect(NatsSettings(url=nats_url), name="test")
+    socket, closing = client._wire._io_writer.transport, asyncio.create_task(client.aclose())
+    await asyncio.sleep(0)
+    await cancelled(closing)
+    assert socket.is_closing()
