@@ -119,19 +119,17 @@ def check_size(info: StreamInfo, max_payload: int) -> None:
 
 
 class StreamCapturer:
-    """Captures of a partition's stream, put into the incarnation of the archive passed to `follow`."""
+    """Captures of a partition's stream, put into the incarnation of `archive`. `created`: of the stream that was
+    identified as the archive's.
+    """
 
-    def __init__(self, deps: PartitionDeps) -> None:
+    def __init__(self, deps: PartitionDeps, archive: Archive, created: str, lease: Lease) -> None:
         self._deps, self._partition, self._clock = deps, deps.partition, deps.clock
+        self._archive, self._created, self._lease = archive, created, lease
         self._store = CaptureStore(deps.chains.layout, deps.objects)
         chain = deps.partition.chain
         self._labels = chain.site, chain.feed, str(chain.partition)
         self._error_codes: dict[str, str] = {}  # the kinds that fail, and the code of the error that was logged
-        self._lock = asyncio.Lock()
-
-    def follow(self, archive: Archive, created: str, lease: Lease) -> None:
-        """Capture into the incarnation of `archive`. `created`: of the stream that was identified as the archive's."""
-        self._archive, self._created, self._lease = archive, created, lease
         self._newest: dict[type[Captured], Captured | None] = {}  # filled at the first read
         self._unchanged_until: int | None = None  # last sequence when the configuration equalled its newest capture
         self._due = {CONSUMERS: -math.inf, DELETIONS: -math.inf}  # by the monotonic clock
@@ -151,40 +149,42 @@ class StreamCapturer:
         return min(filter(None, (self._deps.tuning.intervals.check, *periods)))
 
     async def drain(self) -> None:
-        """Capture once more after all segments are put, for at most DRAIN seconds."""
-        with suppress(TimeoutError):
+        """Capture once more after all segments are put, for at most DRAIN_TIMEOUT_S seconds, unless the incarnation
+        has ended.
+        """
+        with suppress(TimeoutError), self._report_errors(CONFIG):
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
-                await self._capture(draining=True)
+                if not await self._archive.has_successor():
+                    await self._capture(draining=True)
 
     async def _capture(self, *, draining: bool = False) -> None:
-        async with self._lock:
-            client, settings, stream = self._deps.client, self._partition.settings, self._partition.stream
-            if not client.is_up:
-                return
-            # Before the end of the archive is read, so that no capture is older than its name claims.
-            consumers: tuple[CapturedConsumer, ...] | None = None
-            if self._is_due(CONSUMERS, settings.capture_consumers_s, draining):
-                with self._report_errors(CONSUMERS):
-                    consumers = captured_consumers(await list_consumers(client, stream))
-            info: StreamInfo | None = None
-            is_changed = False
-            with self._report_errors(CONFIG):
-                info = await stream_info(client, stream)
-                is_changed = info is not None and await self._is_changed(info)
-            if info is None or not self._is_same(info):
-                return
-            deleted: Sequence[int] | None = None
-            retention = str(info.config.get("retention", ""))
-            if self._is_due(DELETIONS, settings.capture_deletes_s(retention), draining) or is_changed:
-                with self._report_errors(DELETIONS):
-                    check_size(info, client.max_payload)
-                    answer = await deleted_sequences(client, stream)
-                    if answer is None or not self._is_same(answer[0]):
-                        return
-                    info, deleted = answer
-                    if is_changed:
-                        self._newest[CapturedDeletions] = None  # put in any case: it records the state at the change
-            await self._write(info, consumers, deleted, draining=draining)
+        client, settings, stream = self._deps.client, self._partition.settings, self._partition.stream
+        if not client.is_up:
+            return
+        # Before the end of the archive is read, so that no capture is older than its name claims.
+        consumers: tuple[CapturedConsumer, ...] | None = None
+        if self._is_due(CONSUMERS, settings.capture_consumers_s, draining):
+            with self._report_errors(CONSUMERS):
+                consumers = captured_consumers(await list_consumers(client, stream))
+        info: StreamInfo | None = None
+        is_changed = False
+        with self._report_errors(CONFIG):
+            info = await stream_info(client, stream)
+            is_changed = info is not None and await self._is_changed(info)
+        if info is None or not self._is_same(info):
+            return
+        deleted: Sequence[int] | None = None
+        retention = str(info.config.get("retention", ""))
+        if self._is_due(DELETIONS, settings.capture_deletes_s(retention), draining) or is_changed:
+            with self._report_errors(DELETIONS):
+                check_size(info, client.max_payload)
+                answer = await deleted_sequences(client, stream)
+                if answer is None or not self._is_same(answer[0]):
+                    return
+                info, deleted = answer
+                if is_changed:
+                    self._newest[CapturedDeletions] = None  # put in any case: it records the state at the change
+        await self._write(info, consumers, deleted, draining=draining)
 
     def _is_due(self, kind: str, period: float, draining: bool) -> bool:
         now = self._clock.monotonic()

@@ -67,7 +67,7 @@ class Worker:
         self._deps, self._partition, self._report = deps, deps.partition, deps.report
         self._incarnations = Incarnations(deps)
         self.handover, self.identity = Handover(deps, self._incarnations), IdentityCheck(deps)
-        self._captures = StreamCapturer(deps)
+        self._captures: StreamCapturer | None = None  # of the last session
         self._walk, self._expiry = ArchiveWalks(deps.pools.io, deps.clock, deps.tuning.intervals), ExpiryEstimate(deps)
         self._backoff = Backoff(deps.rng)
         self._max_age: float | None = None
@@ -96,7 +96,10 @@ class Worker:
             while not stop.is_set or self._unput is not None:
                 async with deps.starts.turn(stop) as self._end_turn:
                     await self._round(lease, stop)
+            if self._captures is not None and lease.is_usable():
+                await self._captures.drain()
         finally:
+            self._captures = None
             await cancel(*side_tasks)
 
     def _start_side_tasks(self, **runs: Callable[[], Coroutine[Any, Any, None]]) -> list[asyncio.Task[None]]:
@@ -196,15 +199,13 @@ class Worker:
         local_stop = Stop(stop)
         works = {"decisions": lambda: self._watch_decisions(context, local_stop)}
         if self._partition.number == 0:
-            self._captures.follow(context.archive, context.source.created, lease)
+            self._captures = StreamCapturer(self._deps, context.archive, context.source.created, lease)
             works["captures"] = self._captures.run
         if position.until is None:
             works["walk"] = lambda: self._watch_walk(context, local_stop)
         watches = self._start_side_tasks(**works)
         try:
             await self.read_at(position, context, lease, local_stop)
-            if self._partition.number == 0 and stop.is_set:
-                await self._captures.drain()
         finally:
             await cancel(*watches)
         return local_stop.reason is StopReason.RESET

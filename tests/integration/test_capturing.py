@@ -1,5 +1,6 @@
 """Captures that egress makes of a stream beside its messages: configuration, consumers, deleted sequences."""
 
+import asyncio
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from common.archive.captures import CapturedConsumer, CaptureStore
 from common.archive.keys import Layout
 from common.clock import NS_PER_S, parse_time
 from common.errors import Refused
-from common.nats.api import create_consumer
+from common.nats.api import create_consumer, delete_consumer, list_consumers
+from egress.evidence import IdentityCheck
+from egress.partition import is_floe_consumer
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.commands import configuration, floe
@@ -75,6 +78,29 @@ async def test_a_stream_is_captured_beside_its_messages(bench: Bench) -> None:
     changed, gone = store.config(chain), store.deletions(chain)
     assert (gone.ts, gone.first, gone.last, gone.deleted) == (changed.ts, 1, 10, ()), "once, with the change"
     assert len(store.list_captures(chain, "deletions")) == 1
+
+
+@pytest.mark.simulated
+async def test_a_stop_while_the_stream_is_examined_has_its_last_capture_too(bench: Bench, monkeypatch) -> None:
+    stream, examined = await bench.filled([b"%d" % n for n in range(10)]), asyncio.Event()
+    judge_confirmed = IdentityCheck.judge_confirmed
+
+    async def judge(*args: Any) -> Any:
+        examined.set()
+        await running.stop.wait()
+        return await judge_confirmed(*args)
+
+    await made(bench, stream, "app")
+    async with bench.egress({"stream": stream, "capture_consumers": "1h"}, tuning=FAST) as running:
+        await bench.archived_to(stream, 10)
+        await soon(lambda: by_name(bench, stream).get("app") is not None)
+        await back.consume(bench, stream, "app", 5)
+        monkeypatch.setattr(IdentityCheck, "judge_confirmed", judge)
+        for each in await list_consumers(bench.client, stream):
+            if is_floe_consumer(each["name"]):
+                await delete_consumer(bench.client, stream, each["name"])
+        await examined.wait()
+    assert by_name(bench, stream)["app"].delivered_stream == 5
 
 
 async def test_a_lack_of_consumers_is_captured_and_a_damaged_capture_is_logged_and_replaced(
