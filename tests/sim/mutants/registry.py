@@ -23,7 +23,7 @@ FOUND: dict[str, int] = {
     "next_incarnation_behind_the_old_end": 23, "nothing_folded_again": 35, "one_more_counted_as_stored": 22,
     "position_one_too_far": 1, "proposal_one_too_far": 13, "read_on_behind_the_source": 1, "recorded_tail_believed": 17,
     "redelivered_written_again": 6, "refusal_taken_for_done": 22, "repeated_headers_dropped": 1,
-    "restored_without_a_guard": 1, "retention_without_needs": 16, "rows_of_former_positions_kept": 1,
+    "restored_without_a_guard": 1, "retention_without_needs": 2, "rows_of_former_positions_kept": 1,
     "rows_sent_again_after_a_doubt": 26, "sampler_begins_anew": 5, "sampler_rebuilt_always": 5,
     "schedule_forgets_chains": 18, "segment_read_from_its_beginning": 6, "silence_taken_for_an_acknowledgement": 47,
     "site_left_out_of_a_position": 2, "size_of_requests_never_learnt": 29, "snapshot_without_its_advisories": 45,
