@@ -163,7 +163,7 @@ class RetentionSettings(Section):
     """The limits at which segments are deleted for good, feed by feed."""
 
     max_age: Annotated[t.Duration, RETENTION_RANGE] = option(
-        "0s", "segments whose newest message is older are deleted; 0s: no limit"
+        "0s", "segments are deleted whose newest message, or object, is older; 0s: no limit"
     )
     max_bytes: Annotated[t.Size, t.Range("1M", or_zero=True)] = option(
         0, "stored bytes of a feed of a site; the oldest segments beyond it are deleted; 0: no limit"

@@ -116,7 +116,7 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
 def gap_accept(
     config: str, selector: cli.ChainSelector, first: int, last: int, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Accept a gap of sequences that no segment covers: every target continues after it, within a poll.
+    """Accept a gap of sequences that no segment covers: every target continues after it, within a minute.
 
     The last resort: the source may still hold them. Egress at the site checks within six hours, and at once
     when it is started again; the segments that it archives fill the hole.
