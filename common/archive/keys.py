@@ -57,8 +57,8 @@ _VERIFY_RESULT = re.compile(rf"_floe/verify/{_CHAIN}/(?:shallow|deep)\.json")
 _IN_CHAIN = re.compile(rf"(?:_floe/(?:compare/|tombstones/|verify/)?)?{_CHAIN}/.+", re.DOTALL)
 # Objects under these prefixes have rules of their own.
 _OTHER_OBJECTS = re.compile(
-    rf"_floe/(?:probe|ingress|alive|audit|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/(?:reported|runs))/.+"
-    "|_floe/tombstones/clock",
+    rf"_floe/(?:(?:probe|ingress|alive|audit|quarantine|compare|site={_ENCODED}/feed={_ENCODED}/probe"
+    "|tombstones/(?:reported|runs))/.+|tombstones/clock)",
     re.DOTALL,
 )
 _GAP = re.compile(rf"{_BOUNDS}\.json")

@@ -116,7 +116,7 @@ def test_nothing_formatted_is_foreign_and_only_segments_and_tombstones_may_be_qu
         *(layout.run(None, None), layout.run(chain.site, None), layout.run(chain.site, chain.feed)),
         f"{layout.reported_prefix(chain)}{name.digest}.json",
         f"{layout.documents_prefix(chain.site, chain.feed)}probe/wrong-checksum",
-        layout.quarantine_key(layout.segment(name), name.digest),
+        *(layout.quarantine_key(layout.segment(name), name.digest), layout.compared(chain, target)),
         *(layout.audit_record(state.position % 10**18, site, name.digest) for site in ("", chain.site)),
     ]
     assert not any(key.startswith(layout.segments_prefix(chain, 0)) for key in documents)
