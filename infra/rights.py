@@ -121,7 +121,8 @@ LEASE_RELEASE_CONDITION = "to notice a released lease at once"
 
 GET, PUT, DELETE = ("s3:GetObject",), ("s3:PutObject", "s3:AbortMultipartUpload"), ("s3:DeleteObject",)
 READ_ALL = KeyRights(GET, ("*",))
-SITE_KEYS = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/{site}/*", "_floe/alive/{site}/*")
+SITE_DOCUMENTS = ("site={site}", "tails/{site}", "alive/{site}", "compare/site={site}")
+SITE_KEYS = ("site={site}/*", *(f"_floe/{each}/*" for each in SITE_DOCUMENTS))
 CAPTURE_KEYS = tuple(f"_floe/site=*/{kind}/*" for kind in ("config", "consumers", "deletions"))
 AUDIT_KEYS = "_floe/audit/*"
 TOMBSTONE_RUN_KEYS = ("_floe/tombstones/runs/*",)
@@ -141,14 +142,17 @@ def _egress_subjects(stream: str, *acks: str) -> tuple[SubjectRights, ...]:
 
 EGRESS = RoleRights(
     "egress",
-    ("egress run", "egress init", "egress flush", "egress resolve", "egress repartition", "import", "status", "state"),
+    (
+        *("egress run", "egress init", "egress flush", "egress resolve", "egress repartition"),
+        *("import", "status", "state", "compare"),
+    ),
     (
         *_egress_subjects("{stream}", *ACKS),
         SubjectRights(("{api}.STREAM.NAMES", "{api}.STREAM.INFO.*"), "to name the streams that no feed archives"),
     ),
     (KeyRights((*GET, *PUT), (*SITE_KEYS, "_floe/audit/*/site={site}/*")), KeyRights(GET, TOMBSTONE_RUN_KEYS)),
     (*SITE_KEYS, *TOMBSTONE_RUN_KEYS),
-    note="; `status` of its site",
+    note="; `status` and `compare` of its site",
 )
 DELETIONS = SubjectRights(("$JS.EVENT.ADVISORY.STREAM.DELETED.>",), "to distinguish deleted and lost streams", True)
 ACCOUNT_SUBJECTS = (SubjectRights(("{api}.STREAM.NAMES",)), *_egress_subjects("*", "$JS.ACK.>"), DELETIONS)

@@ -185,6 +185,7 @@ async def test_commands_of_a_site_have_the_rights_of_egress(server: NatsServer, 
         await run(bench, "egress", "flush", feed=whole)
         assert bench.end("NODES") == 100
         await run(bench, "status", feed=whole)
+        await run(bench, "compare", "site", "--all", feed=whole)
     await run(bench, "egress", "resolve", "NODES", feed=whole)
     await run(bench, "egress", "repartition", "NODES", "--yes", feed=cut)
     await bench.publish("NODES", [b"y"] * 10, subject="0.a")

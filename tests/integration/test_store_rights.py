@@ -158,7 +158,8 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles, clien
     await publish(client, roles.stream, random.Random(1), 150)
     async with roles.egress():
         await soon(lambda: sum(len(ref.coverage) for ref in store.list(CHAIN)) >= 150)
-        for command in (["egress", "flush"], ["status"], ["egress", "resolve", "NODES"]):
+        of_site = ["compare", SITE, "--all", "--since-last"]
+        for command in (["egress", "flush"], ["status"], ["egress", "resolve", "NODES"], of_site, of_site):
             await roles.run("egress", *command)
     await roles.run("egress", "egress", "init")
 
