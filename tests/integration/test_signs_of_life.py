@@ -127,7 +127,7 @@ async def test_a_silent_store_is_named_and_hides_neither_the_lag_nor_waiting_cha
     stream = await far.make_stream(unique("T"))
     labels = {"site": SITE, "feed": stream, "partition": "0"}
     logs.configure("info", "text")
-    async with silenced(far) as line, far.egress({"stream": stream}, tuning=LIVELY) as running:
+    async with silenced(far) as line, far.egress({"stream": stream}, tuning=LIVELY, lease_ttl="30s") as running:
         await soon(lambda: "objects: the store does not answer" in running.health.problems())
         assert (gauge("egress_store_reachable"), gauge("egress_nats_reachable")) == (0, 1)
         logs.flush()
