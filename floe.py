@@ -25,7 +25,6 @@ COMMANDS = {
     "egress": Entry("egress.cli:egress", "Archive the streams of a site as segments."),
     "ingress": Entry("ingress.cli:ingress", "Publish archived segments into target streams."),
     "compact": Entry("compaction.cli:compact", "Merge small segments into larger ones."),
-    "report": Entry("compaction.report_cli:report", "Make tables of the archive: newest messages, traffic."),
     "advisories": Entry("egress.advisories.cli:advisories", "Show the advisories of samplers, from their stream."),
     "state": Entry("egress.sampling.cli:state", "List the values that the samplers of a site know."),
     "fleet": Entry("egress.sampling.fleet:fleet", "List the senders of every site, and when each was last seen."),

@@ -10,17 +10,15 @@ Filters are pushed down only with option `pushdown`: Spark refuses *every* read 
 `spark.sql.python.filterPushdown.enabled` is on.
 """
 
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 from pyspark.errors import AnalysisException
-from pyspark.sql import DataFrame, SparkSession, datasource, types
+from pyspark.sql import SparkSession, datasource, types
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
@@ -38,16 +36,13 @@ from common.archive.scan import EVERY_ROW, ChainArchive, Hole, Problem, Scan, wi
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentGone, SegmentStore
 from common.archive.times import Timeline
-from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.clock import SystemClock
-from common.metrics import version
 from common.objects.open import open_objects
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
 from common.settings.root import StoreSettings
 from common.settings.types import is_subject
-from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, frame_schema, parse_options
-from compaction.spark import Batches, Spark, make_task
+from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, parse_options
 from compaction.stream import ArchiveStream, Positions, map_in_threads
 
 
@@ -115,33 +110,6 @@ class FloeDataSource(DataSource):
         options = self.read_options()
         options.check_allowed(streams=True)
         return _StreamReader(options)
-
-
-def make_frame(spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str]) -> DataFrame:
-    """Return the rows of `stretches`, each as its own segment has them, with those that others have of its unread
-    sequences, in a task each; column `segment` is the place of the stretch.
-
-    It is not a data source: Spark plans one in a process of the driver, by the executors' interpreter, which is missing
-    there if it comes with an archive.
-    """
-    schema, own = frame_schema(columns), spark.settings
-    payload = pickle.dumps((own.store, own.spool_dir, schema, list(stretches)))
-    task = make_task(payload, version(), work=f"{__name__}:read_parts")
-    numbers = spark.session().range(0, len(stretches), 1, max(1, len(stretches)))
-    return numbers.mapInArrow(task, _spark_schema(schema))
-
-
-def read_parts(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
-    """Read stretches in an executor. The batches hold their places."""
-    settings, spool_dir, schema, stretches = pickle.loads(payload)  # noqa: S301 - from our own driver
-    store, columns = _open_store(settings, spool_dir), [name for name in SCHEMA.names if name in schema.names]
-    for batch in batches:
-        numbers: list[Any] = batch.column(0).to_pylist()
-        for number in numbers:
-            stretch: Stretch[SegmentRef] = stretches[number]
-            with open_stretch(store, stretch) as reader:
-                for rows in reader.batches(columns=columns):
-                    yield arrange_columns(rows, schema, {**stretch.segment.chain.log_context(), "segment": number})
 
 
 def _spark_schema(schema: pa.Schema) -> types.StructType:

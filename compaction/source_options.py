@@ -1,6 +1,6 @@
 """Options of `spark.read.format("floe")` and `readStream`, parsed from text, and the columns that follow from them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +29,6 @@ HEADERS_PARSED = pa.field(
     "headers_parsed",
     pa.list_(pa.field("element", pa.struct([pa.field("name", pa.string()), pa.field("value", pa.string())]))),
 )
-SEGMENT_FIELD = pa.field("segment", pa.int32(), nullable=False)
-
-
-def frame_schema(columns: Collection[str]) -> pa.Schema:
-    """Return the schema of `columns`: of those of a chain, those of its segments, and `segment`."""
-    fields = (*CHAIN_FIELDS, *SCHEMA, SEGMENT_FIELD)
-    return pa.schema([field.remove_metadata() for field in fields if field.name in columns])
 
 
 def arrange_columns(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, object]) -> pa.RecordBatch:

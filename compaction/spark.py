@@ -134,7 +134,7 @@ class Spark(AbstractContextManager["Spark"]):
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
 
     @contextmanager
-    def cancelled_on_stop(self, report: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def cancelled_on_stop(self, report: Callable[[], None]) -> Iterator[None]:
         """Cancel the work of the block once the run is to stop, also if that was requested before Spark started.
 
         `report`: called every POLL_INTERVAL_S seconds, in a thread, as long as the driver waits in the block; and at
@@ -411,13 +411,13 @@ def spark_until_stopped(settings: Settings, on_stop: Callable[[], None] = lambda
 
 
 def make_task(
-    payload: bytes, expected: str, finished: Accumulator[int] | None = None, work: str = "compaction.spark:run_items"
+    payload: bytes, expected: str, finished: Accumulator[int] | None = None
 ) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
     """Return the function that tasks run. It imports nothing of Floe before it knows which `common` it would get.
 
-    `finished`: gets the bit of each item that is done. `work`: module and function that get `payload` and the batches.
+    `finished`: gets the bit of each item that is done.
     """
-    marker, (module, _, function) = DISTRIBUTION_ERROR_CODE, work.partition(":")
+    marker = DISTRIBUTION_ERROR_CODE
 
     def task(batches: Batches) -> Iterator[pa.RecordBatch]:
         import importlib
@@ -435,7 +435,7 @@ def make_task(
             raise RuntimeError(
                 f"{marker}: common in executors: expected that of floe-jetstream {expected}, found {found}"
             )
-        for done in getattr(importlib.import_module(module), function)(payload, batches):
+        for done in importlib.import_module("compaction.spark").run_items(payload, batches):
             if finished is not None:
                 finished.add(sum(1 << number for number in done.column(0).to_pylist()))
             yield done

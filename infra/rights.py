@@ -275,7 +275,7 @@ ROLES = (
 #: Commands without a role, by reason.
 COMMANDS_WITHOUT_ROLE = {
     "it has the rights of the role that it examines": ("doctor", "config check"),
-    "its rights are in the table of single commands": ("report", "advisories"),
+    "its rights are in the table of single commands": ("advisories",),
     "it makes what it needs": ("demo", "emulate"),
     "it needs s3:ListBucket and s3:CreateBucket, which no role has": ("store create",),
     "it connects to nothing": ("config import-stream-replicator", "site add", "version", "completion"),

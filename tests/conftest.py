@@ -50,7 +50,7 @@ settings.load_profile("floe")
 # other files, so that none begins last while the other processes wait for it.
 _WORLDS = ("acceptance", "crash", "sim")
 # One process runs these, with one Spark session; they and the demo take longest, so they begin first.
-_SPARK = ("test_compaction_spark.py", "test_readers_agree.py", "test_report_command.py", "test_spark_source.py")
+_SPARK = ("test_compaction_spark.py", "test_readers_agree.py", "test_spark_source.py")
 _LONGEST = (*_SPARK, "test_demo.py")
 
 

@@ -152,26 +152,6 @@ def link_or_rename(new: Path, path: Path) -> None:
         new.replace(path)
 
 
-@contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` at the end of the block, atomically and durably, unless the block raises.
-    Processes take turns, so a new file that a killed process left is overwritten. Raises OSError.
-    """
-    new, folder = path.with_name(f".{path.name}.new"), os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        try:
-            with new.open("wb") as file:
-                yield file
-                sync(file)
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def set_unique_time(path: Path) -> None:
     """Set a modification time, precise to the millisecond, that no other version of the file has."""
     # The kernel's clock ticks every few milliseconds and inodes are reused, so two successive versions could otherwise

@@ -24,16 +24,10 @@ MAX_PAGE_CHAINS = 100  # rows of the table of a target; /status has more
 
 FOLDER = Path(__file__).parent
 STYLE = (FOLDER / "page.css").read_text()
-
-
-def style_source(style: str) -> str:
-    """Return the source by which a Content-Security-Policy allows this style and no other."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()}'"
-
-
+_STYLE_DIGEST = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 PAGE_HEADERS = {
     "Content-Security-Policy": (
-        f"default-src 'none'; style-src {style_source(STYLE)}; base-uri 'none'; form-action 'none'; "
+        f"default-src 'none'; style-src 'sha256-{_STYLE_DIGEST}'; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     ),
     "Referrer-Policy": "no-referrer",
@@ -44,11 +38,11 @@ Part = Mapping[str, Any]
 
 
 @cache
-def templates(folder: Path = FOLDER) -> Environment:
-    """Return the templates in `folder`, with those of this package."""
+def templates() -> Environment:
+    """Return the templates of this package."""
     from jinja2 import Environment, FileSystemLoader
 
-    found = Environment(loader=FileSystemLoader([folder, FOLDER]), autoescape=True)
+    found = Environment(loader=FileSystemLoader(FOLDER), autoescape=True)
     found.filters |= {"text": _text, "pairs": _pairs, "duration": _duration, "size": size_words, "time": format_unix}
     found.globals |= {"unarchived": unarchived, "count": format_count, "parts_of": parts_of}
     return found

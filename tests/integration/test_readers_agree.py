@@ -267,6 +267,21 @@ def test_the_recipes_parse_headers_as_floe_does():
         assert found["headers_parsed"].to_pylist() == wanted
 
 
+def test_the_recipes_find_the_newest_messages_and_the_traffic(archive: Archive):
+    newest, sizes = dict[Any, Any](), dict[Any, list[int]]()
+    for row in naive(archive):  # in order
+        newest[row["site"], row["feed"], row["sample_key"] or row["subject"]] = row
+        hour = row["timestamp"].replace(minute=0, second=0, microsecond=0)
+        sizes.setdefault((row["site"], row["feed"], hour), []).append(len(row["payload"]))
+    with duckdb.connect() as connection:
+        connection.execute("SET TimeZone = 'UTC'").execute(made(archive, "duckdb").read_text())
+        found = plain(connection.sql(block("sql", "arg_max")).to_arrow_table())
+        traffic = connection.sql(block("sql", "date_trunc")).to_arrow_table().to_pylist()
+    assert sorted(found, key=str) == sorted(newest.values(), key=str)
+    counts = [(*key, len(each), sum(each)) for key, each in sorted(sizes.items())]
+    assert [tuple(row.values()) for row in traffic] == counts
+
+
 IN_DUCKDB_1_4 = """
 import json, sys, duckdb, pyarrow.parquet
 assert duckdb.__version__.startswith("1.4."), duckdb.__version__
