@@ -184,9 +184,7 @@ def _command_words(arguments: list[str]) -> list[str]:
 
 def _uses_spark(words: Sequence[str]) -> bool:
     """True if a command may start Spark. Any other command would import pandas needlessly."""
-    if words[:2] == ["segments", "verify"]:
-        return any(word.endswith("spark") for word in words)
-    return words[:1] in (["demo"], ["report"]) or (words[:1] == ["compact"] and "local" not in words)
+    return words[:1] == ["demo"] or (words[:1] == ["compact"] and "local" not in words)
 
 
 def _check_common_package() -> None:

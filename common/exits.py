@@ -131,15 +131,10 @@ CONTEXT_META_KEY = "floe.context"  # key of the option `--context` in the `meta`
 ARGUMENTS_META_KEY = "floe.arguments"  # key of the words of the command line there, which `floe` sets
 
 
-def set_config(path: str, context: str | None = None) -> None:
-    """Remember that `path` holds the configuration, for use in `context` (None: as `--context`). The last call wins."""
+def set_config(path: str) -> None:
+    """Remember that `path` holds the configuration, for use in the context of `--context`. The last call wins."""
     global _source, _path, _context
-    _source, _path, _context = path, os.path.abspath(path), requested_context() if context is None else context
-
-
-def config_in_use() -> tuple[str, str]:
-    """Return the file and the context that `floe_command` names, for `set_config` in another process with hints."""
-    return _path, _context
+    _source, _path, _context = path, os.path.abspath(path), requested_context()
 
 
 def requested_context() -> str:

@@ -8,7 +8,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
     from compaction.failures import Failure
     from compaction.retention import Retention
-    from compaction.run import Compaction, Runner, RunReport, Selection
+    from compaction.run import Compaction, RunReport, Selection
 
 
 @click.command()
@@ -118,18 +118,12 @@ def compact(
 @chains_argument
 @click.option("--deep", is_flag=True, help="Read every row, and compare levels row by row.")
 @click.option(
-    "--engine", type=click.Choice(["spark", "local"]), default="local", help="The engine for the reads; default: local."
-)
-@click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
-@click.option(
     "--since-last",
     is_flag=True,
     help="Read only segments that no earlier run with --since-last has signed off, and sign them off.",
 )
 @config_command
-def verify(
-    config: str, what: str | None, deep: bool, engine: str, master: str | None, since_last: bool, as_json: bool
-) -> int:
+def verify(config: str, what: str | None, deep: bool, since_last: bool, as_json: bool) -> int:
     """Find holes, damaged segments and levels that disagree, in all chains or in those that are named.
 
     Exit 3 if there is any problem. Foreign keys are counted and named, and are not a problem. The last line on stderr
@@ -147,23 +141,16 @@ def verify(
     from common.archive.checks import find_foreign_keys
     from compaction import report
     from compaction.sign_off import SignOffStore
-    from compaction.spark import spark_until_stopped, with_engine
     from compaction.verify import known_chains, verify_chains
 
-    if master and engine != "spark":
-        raise UsageError("--master: expected --engine spark")
-    settings = with_engine(load_settings(config, quiet=True), master, engine)
+    settings = load_settings(config, quiet=True)
     store, chains = open_for_work(settings)
     with closing(store):
         selected = select_chains(chains, what, configured_feeds(settings)) if what else known_chains(chains)
         signed = SignOffStore(store.objects, store.layout, deep=deep) if since_last else None
-        # Spark starts with the first task.
-        running: AbstractContextManager[Runner | None] = nullcontext()
-        if engine == "spark":
-            running = spark_until_stopped(settings)
-        with closing(_VerifyProgress(len(selected), SystemClock())) as bar, running as spark:
+        with closing(_VerifyProgress(len(selected), SystemClock())) as bar:
             found = verify_chains(
-                store, chains, selected, deep=deep, on_segment=bar, runner=spark, sign_offs=signed, on_listed=bar.listed
+                store, chains, selected, deep=deep, on_segment=bar, sign_offs=signed, on_listed=bar.listed
             )
         places = [place for chain in selected for place in store.layout.chain_prefixes(chain)] if what else []
         foreign = find_foreign_keys(store.objects, store.layout, places)

@@ -382,7 +382,7 @@ class ItemLog:
         self._progress.end_line()
 
 
-def with_engine(settings: Settings, master: str | None, engine: str | None = None) -> Settings:
+def with_engine(settings: Settings, master: str | None, engine: str | None) -> Settings:
     """Return `settings` with another master and another engine; None: as they are."""
     present = settings.compaction
     spark = present.spark.model_copy(update={"master": master or present.spark.master})
@@ -391,7 +391,7 @@ def with_engine(settings: Settings, master: str | None, engine: str | None = Non
 
 
 @contextmanager
-def spark_until_stopped(settings: Settings, on_stop: Callable[[], None] = lambda: None) -> Iterator[Spark]:
+def spark_until_stopped(settings: Settings, on_stop: Callable[[], None]) -> Iterator[Spark]:
     """Yield Spark for a command that ends with a signal: running work is cancelled, and `on_stop` is called.
 
     Raises Unavailable in place of any error once a signal has requested a stop.

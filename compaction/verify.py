@@ -7,7 +7,7 @@ its page), in order and within its coverage, and compared with every other segme
 
 A chain may have a million segments. One listing of it is kept as a table and checked window by window
 (`common.archive.table`); facts about all of the chain are summed up. The content of segments is checked by *tasks*:
-segments that overlap are in one task, so that a task needs no other, and may run anywhere, in any order.
+segments that overlap are in one task, so that a task needs no other.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from common.archive.table import WINDOW_SEGMENTS, SegmentTable
 from common.archive.unread import StretchReader, UnreadableSegment, open_stretch, reading
 from common.chain import Chain
 from common.errors import DataError, FloeError, Unavailable
-from common.exits import config_in_use, set_config
 from common.objects.port import DeletedObject, VersionedStore
 from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.merge import union
 from compaction.plan import blocks
-from compaction.run import BATCH_SEGMENTS, Runner, in_parallel, late_rows_remedies
+from compaction.run import in_parallel, late_rows_remedies
 from compaction.sign_off import SignOff, SignOffStore, fingerprint
 from compaction.supersede import Supersession, find_supersessions
 
@@ -133,24 +132,12 @@ class ChainReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTask:
-    """Segments of one chain that no other segment of it overlaps. `accepted`: accepted gaps in their range.
-    `config_source`: the configuration that hints name.
-    """
+    """Segments of one chain that no other segment of it overlaps. `accepted`: accepted gaps in their range."""
 
     chain: Chain
     segments: tuple[SegmentRef, ...]
     accepted: tuple[SequenceRange, ...]
     deep: bool
-    config_source: tuple[str, str]
-
-    @property
-    def size(self) -> int:
-        return sum(segment.size for segment in self.segments)
-
-    def log_context(self) -> dict[str, object]:
-        first = min(segment.coverage.first for segment in self.segments)
-        last = max(segment.coverage.last for segment in self.segments)
-        return {**self.chain.log_context(), "first": first, "last": last, "inputs": len(self.segments)}
 
 
 @dataclass(slots=True)
@@ -199,37 +186,17 @@ def verify_chains(
     deep: bool = False,
     window: int = WINDOW_SEGMENTS,
     on_segment: OnSegment | None = None,
-    runner: Runner | None = None,
     sign_offs: SignOffStore | None = None,
     on_listed: OnListed = lambda _chain, _segments: None,
 ) -> list[ChainReport]:
     """Return a report of each selected chain. Raises the errors of the store; problems of the data are in the reports.
 
     Segments that are deleted meanwhile are skipped, if others account for them. `window`: the number of segments that
-    are checked together at least. `on_segment`: called with each sound segment after its check. `runner`: runs the
-    tasks of all chains together; None: they run here, one after the other, while the next chains are listed.
-    `sign_offs`: segments in them are not checked again, unless they overlap something new; segments that are found
-    sound are added. `on_listed`: called with each chain and the number of its segments, before the first of them is
-    checked.
+    are checked together at least. `on_segment`: called with each sound segment after its check. `sign_offs`:
+    segments in them are not checked again, unless they overlap something new; segments that are found sound are added.
+    `on_listed`: called with each chain and the number of its segments, before the first of them is checked.
     """
     reports: list[ChainReport] = []
-    waiting: list[tuple[_Verification, VerifyTask]] = []
-    begun: list[_Verification] = []
-    count = 0
-
-    def run_tasks() -> None:
-        tasks = [task for _, task in waiting]
-        if runner and tasks:
-            results = _distribute(runner, tasks)
-        else:
-            results = [_TaskCheck(store, task, on_segment).run() for task in tasks]
-        for (verification, task), result in zip(waiting, results, strict=True):
-            if isinstance(result, FloeError):
-                raise result
-            verification.add_result(task, result)
-        waiting.clear()
-        reports.extend(verification.finish() for verification in begun)
-        begun.clear()
 
     def begin(chain: Chain) -> tuple[_Verification, SegmentTable]:
         verification = _Verification(store, chains, chain, sign_offs, deep=deep)
@@ -239,23 +206,9 @@ def verify_chains(
     for verification, table in in_parallel(begin, selected, 1 if deep else CONCURRENT_REQUESTS):
         on_listed(verification.chain, len(table))
         for task in verification.tasks(table, window):
-            waiting.append((verification, task))
-            count += len(task.segments)
-            if runner is None or count >= BATCH_SEGMENTS:
-                run_tasks()
-                count = 0
-        begun.append(verification)
-        if runner is None:
-            run_tasks()
-    run_tasks()
+            verification.add_result(task, _TaskCheck(store, task, on_segment).run())
+        reports.append(verification.finish())
     return reports
-
-
-def _distribute(runner: Runner, tasks: Sequence[VerifyTask]) -> list[VerifyResult | FloeError]:
-    """Return the results in the order of `tasks`; the largest tasks are started first."""
-    order = sorted(range(len(tasks)), key=lambda number: tasks[number].size, reverse=True)
-    results = dict(zip(order, runner.map(check_task_apart, [tasks[number] for number in order]), strict=True))
-    return [results[number] for number in range(len(tasks))]
 
 
 class _Verification:
@@ -311,7 +264,7 @@ class _Verification:
     def _task(self, segments: Sequence[SegmentRef]) -> VerifyTask:
         within = SequenceRange(segments[0].coverage.first, max(s.coverage.last for s in segments))
         accepted = tuple(gap for gap in self._accepted if gap.overlaps(within))
-        return VerifyTask(self.chain, tuple(segments), accepted, self._deep, config_in_use())
+        return VerifyTask(self.chain, tuple(segments), accepted, self._deep)
 
     # Documents and captures
 
@@ -462,19 +415,10 @@ class _Verification:
         return None
 
 
-def check_task_apart(store: SegmentStore, task: VerifyTask) -> VerifyResult | FloeError:
-    """Check a task in another process: an error is returned, so that it keeps its exit code and is not retried."""
-    set_config(*task.config_source)
-    try:
-        return _TaskCheck(store, task).run()
-    except FloeError as error:
-        return error
-
-
 class _TaskCheck:
     """Check of the segments of one task. Raises the errors of the store; problems of the data are in the result."""
 
-    def __init__(self, store: SegmentStore, task: VerifyTask, on_segment: OnSegment | None = None) -> None:
+    def __init__(self, store: SegmentStore, task: VerifyTask, on_segment: OnSegment | None) -> None:
         self._store, self._task, self._on_segment, self._result = store, task, on_segment, VerifyResult()
 
     def run(self) -> VerifyResult:

@@ -2,22 +2,17 @@
 
 import pickle
 import re
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from common.archive.segment import Reason
 from common.errors import ConfigError, Unavailable
-from common.sequences import SequenceRange
 from common.settings.root import Settings
 from compaction import spark
 from compaction.failures import Failure
 from compaction.run import Compaction, RunReport, Selection, prove_rows
 from compaction.supersede import Supersession, supersession_of_merge
-from tests.integration.test_verify import Site
 from tests.support.basics import eventually
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, begun, rows
 from tests.support.spark import SharedSpark, failing, kill_once, spark_session, wait_for_file
@@ -212,41 +207,3 @@ def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pyte
     frame.explain(extended=True)
     assert frame.count() == 10
     assert secret not in capfd.readouterr().out
-
-
-# verify
-
-
-async def test_verify_finds_the_same_on_spark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    site = Site(tmp_path, CHAIN, OTHER)
-    for chain in (CHAIN, OTHER):
-        refs = [site.archive.put(first, first + 9, age=700, chain=chain) for first in range(1, 80, 10)]
-        site.archive.path(refs[2].key).write_bytes(b"?")
-        site.archive.store.delete(refs[4])
-        site.archive.put(1, 10, rows(range(1, 11), salt="x"), level=1, chain=chain)
-        site.archive.put(51, 70, rows(range(51, 70)), level=1, chain=chain)
-    expired = {"ledger": {Reason.GONE_BEFORE_READ: 5}, "unread": SequenceRange(81, 85)}
-    site.archive.put(81, 90, rows(range(86, 91)), **expired)
-    site.archive.put(82, 90)
-    monkeypatch.setattr("compaction.verify.TASK_MAX_BYTES", 10_000)  # about two segments
-
-    async def found(*options: str) -> Any:
-        return await site.command("--deep", "--json", *options, code=3)
-
-    here = await found()
-    monkeypatch.setattr("compaction.spark.Spark", lambda settings, check: SharedSpark(settings))
-    monkeypatch.setenv("FLOE_DEBUG", "1")  # as with -v
-    caplog.set_level("INFO")
-    assert await found("--engine", "spark") == here
-    logged = [each for each in caplog.messages if "'item_finished'" in each]
-    assert len(logged) > 4
-    assert all("check_task_apart" in line and "'bytes'" in line for line in logged), "a line for each task"
-    kinds = Counter(p["kind"] for chain in here for p in chain["problems"])
-    assert kinds == {"damaged": 2, "hole": 4, "fork": 2, "rows": 4, "late": 1}
-    since = ("--engine", "spark", "--since-last")
-    await found(*since)
-    again = await found(*since)
-    assert [chain["problems"] for chain in again] == [chain["problems"] for chain in here]
-    assert [chain["skipped"] > 0 for chain in again] == [True, True]

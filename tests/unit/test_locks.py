@@ -92,7 +92,6 @@ def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> N
 
 def test_it_is_known_beforehand_which_commands_may_start_spark() -> None:
     known = {"compact": True, "compact --engine local": False, "segments verify": False}
-    known |= {f"segments verify {option}": True for option in ("--engine spark", "--engine=spark")}
     assert {
         each: floe._uses_spark(floe._command_words(["-v", *each.split(), "-c", "none.yaml"])) for each in known
     } == known
