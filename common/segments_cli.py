@@ -6,10 +6,9 @@ Only `quarantine` changes the archive.
 import asyncio
 import heapq
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -73,7 +72,6 @@ _LIST_COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
 _WIDE_LIST_COLUMNS = ("chain", "level", "first", "last", "rows", "first_time", "last_time", "bytes", "modified", "name")
 PARALLEL_FOOTERS = 8
 ArchivePart = tuple[ChainArchive, SequenceRange]
-FOLLOW_POLL_S = 2.0  # seconds between two listings of `cat --follow`
 MAX_BINARY_BYTES_SHOWN = 64  # of a payload that is no text, on a terminal
 VIEWS = {"duckdb": duckdb_view, "polars": polars_frame}
 
@@ -251,7 +249,6 @@ def info(config: str, what: str, as_json: bool) -> int:
 @range_options
 @click.option("--subject", "subjects", multiple=True, metavar="FILTER", help="Only these; may be repeated.")
 @click.option("--limit", type=click.IntRange(min=1), help="At most this many messages.")
-@click.option("-f", "--follow", is_flag=True, help="Continue with messages archived later, until Ctrl-C.")
 @config_command
 def cat(
     config: str,
@@ -262,7 +259,6 @@ def cat(
     until: RequestedTime | None,
     subjects: tuple[str, ...],
     limit: int | None,
-    follow: bool,
     as_json: bool,
 ) -> int:
     """Print messages, of one segment or of a chain in sequence order; of a feed, the newest incarnation.
@@ -271,8 +267,7 @@ def cat(
 
     Columns, or with --json one object per line: sequence, timestamp, subject, headers (a list of [name, value]),
     payload. Binary payloads are printed as base64, in JSON as `payload_base64`; on a terminal as their size and
-    first bytes in hex. Exit 3 if a segment is damaged or sequences are not covered; stderr names them. --follow
-    continues until Ctrl-C, and then ends with the same codes.
+    first bytes in hex. Exit 3 if a segment is damaged or sequences are not covered; stderr names them.
 
     \b
     Examples:
@@ -281,55 +276,35 @@ def cat(
         floe segments cat -c central.yaml us-east/NODE_DATA --json | jq -r .payload
     """
     check_range(from_sequence, to_sequence, since, until)
-    if follow and (to_sequence, until) != (None, None):
-        raise click.UsageError("--follow: expected neither --to-sequence nor --until")
     if wrong := [each for each in subjects if not is_filter(each)]:
         raise click.UsageError(f"--subject: expected a filter such as nodes.*.temp, found {wrong[0]!r:.80}")
-    settings, clock = load_settings(config, quiet=True), SystemClock()
-    bounds, (store, chains) = resolve_range(clock.now(), since, until), open_for_view(settings)
+    settings = load_settings(config, quiet=True)
+    bounds, (store, chains) = resolve_range(SystemClock().now(), since, until), open_for_view(settings)
     ref = _segment(store, settings, what)
-    if ref and follow:
-        raise click.UsageError("--follow: expected a chain, found one segment")
     chain, position = ref.chain if ref else _chain(settings, chains, what), from_sequence or 1
     archive = ChainArchive(store, chain, (ref,), is_fixed=True) if ref else ChainArchive.listed(store, chain, position)
     within = _select(archive, bounds)
-    problems, is_damaged = list[Problem](), False
+    problems = list[Problem]()
     whole = within and (span(archive.refs) if ref or from_sequence else _range_of(chains, archive))
     form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(format_message, width=terminal_width())
     is_feed = ref is None and parse_chain_name(what).incarnation is None
     before = _earlier_parts(store, chains, chain, (from_sequence, to_sequence), bounds) if is_feed else []
-    with suppress(KeyboardInterrupt) if follow else nullcontext():
-        limit = _print(chains, before, subjects, limit, form, problems)
-        if within and whole and limit != 0:
-            first, last = from_sequence or whole.first, to_sequence or whole.last
-            if before:
-                first = max(first, first_sequence(chains, chain))
-            first, last = max(first, within.first), min(last, within.last)
-            if first > last and not follow and not before:
-                if bounds != (None, None):
-                    return 0
-                raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
-            position = max(first, last + 1)
-            rows = [(archive, SequenceRange(first, min(last, MAX_SEQUENCE)))] if first <= last else []
-            limit = _print(chains, rows, subjects, limit, form, problems)
-        elif to_sequence is not None and bounds == (None, None) and not before:
-            problems.append(Hole(SequenceRange(position, to_sequence)))
-        elif follow and within is None:  # new messages come after all existing ones
-            position = max(position, archive.end + 1)
-        while follow and limit != 0:
-            for problem in problems:
-                click.echo(str(problem), err=True)
-            is_damaged |= bool(problems)
-            problems.clear()
-            clock.block(FOLLOW_POLL_S)
-            archive = ChainArchive.listed(store, chain, position)
-            if archive.end >= position:
-                rows = [(archive, SequenceRange(position, archive.end))]
-                limit = _print(chains, rows, subjects, limit, form, problems)
-                position = archive.end + 1
+    limit = _print(chains, before, subjects, limit, form, problems)
+    if within and whole and limit != 0:
+        first, last = from_sequence or whole.first, to_sequence or whole.last
+        if before:
+            first = max(first, first_sequence(chains, chain))
+        first, last = max(first, within.first), min(last, within.last)
+        if first <= last:
+            rows = SequenceRange(first, min(last, MAX_SEQUENCE))
+            _print(chains, [(archive, rows)], subjects, limit, form, problems)
+        elif bounds == (None, None) and not before:
+            raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
+    elif to_sequence is not None and bounds == (None, None) and not before:
+        problems.append(Hole(SequenceRange(position, to_sequence)))
     for problem in problems:
         click.echo(str(problem), err=True)
-    return EXIT_DIFFERENCES if is_damaged or problems else 0
+    return EXIT_DIFFERENCES if problems else 0
 
 
 def _print(
@@ -352,7 +327,6 @@ def _print(
         click.echo(form(message))
         if limit is not None and (limit := limit - 1) == 0:
             return 0
-    sys.stdout.flush()
     return limit
 
 

@@ -2,9 +2,6 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +16,7 @@ from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.sequences import SequenceRange
-from infra.local.process import spawn
-from tests.support.basics import PATIENCE
-from tests.support.commands import ROOT, Done, run_here
+from tests.support.commands import Done, run_here
 from tests.support.segments import CHAIN, message, write_segment
 
 Run = Callable[..., Done]
@@ -266,20 +261,6 @@ def test_messages_are_chosen_by_time_subject_and_number(run: Run, archive: Archi
     assert keys("--since", third) == [(1, 4), (5, 8)]
     assert keys("--since", sixth) == keys("--since", sixth, "us-east/NODES") == [(5, 8)]
     assert keys("--until", third) == [(1, 4)]
-
-
-def test_later_segments_are_followed_until_ctrl_c(archive: Archive) -> None:
-    archive.put(rows(1, 2), SequenceRange(1, 2))
-    words = ["segments", "cat", "us-east/NODES", "-c", str(archive.config), "--follow", "--json"]
-    pipe = subprocess.PIPE
-    process = spawn([sys.executable, "-m", "floe", *words], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-    for put, shown in (((1, 2), (1, 2)), ((3, 3), (3,)), ((4, 6), (5, 6))):
-        if put[0] > 1:
-            archive.put(rows(*shown), SequenceRange(*put))
-        assert tuple(json.loads(process.stdout.readline())["sequence"] for _ in shown) == shown
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, "Traceback" in stderr) == (0, False), stderr
 
 
 # ls --cover as a view
