@@ -26,7 +26,6 @@ COMMANDS = {
     "ingress": Entry("ingress.cli:ingress", "Publish archived segments into target streams."),
     "compact": Entry("compaction.cli:compact", "Merge small segments into larger ones."),
     "advisories": Entry("egress.advisories.cli:advisories", "Show the advisories of samplers, from their stream."),
-    "state": Entry("egress.sampling.cli:state", "List the values that the samplers of a site know."),
     "fleet": Entry("egress.sampling.fleet:fleet", "List the senders of every site, and when each was last seen."),
     "segments": Entry("common.segments_cli:segments", "List, show and verify segments."),
     "consumers": Entry("common.segments_cli:consumers", "Show the captured positions of consumers."),

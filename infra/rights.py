@@ -144,7 +144,7 @@ EGRESS = RoleRights(
     "egress",
     (
         *("egress run", "egress init", "egress flush", "egress resolve", "egress repartition"),
-        *("import", "status", "state", "compare"),
+        *("import", "status", "fleet", "compare"),
     ),
     (
         *_egress_subjects("{stream}", *ACKS),
@@ -152,7 +152,7 @@ EGRESS = RoleRights(
     ),
     (KeyRights((*GET, *PUT), (*SITE_KEYS, "_floe/audit/*/site={site}/*")), KeyRights(GET, TOMBSTONE_RUN_KEYS)),
     (*SITE_KEYS, *TOMBSTONE_RUN_KEYS),
-    note="; `status` and `compare` of its site",
+    note="; `status`, `fleet` and `compare` of its site",
 )
 DELETIONS = SubjectRights(("$JS.EVENT.ADVISORY.STREAM.DELETED.>",), "to distinguish deleted and lost streams", True)
 ACCOUNT_SUBJECTS = (SubjectRights(("{api}.STREAM.NAMES",)), *_egress_subjects("*", "$JS.ACK.>"), DELETIONS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, cast
@@ -14,17 +15,19 @@ import pyarrow.compute as pc
 
 from common.archive.documents import SnapshotRef
 from common.chain import Chain
-from common.cli import RequestedTime, chains_argument, config_command, resolve_time, since_option
+from common.cli import ParsedType, RequestedTime, chains_argument, config_command, resolve_time, since_option
 from common.clock import NS_PER_S, SystemClock, format_time
-from common.errors import FloeError
+from common.errors import DataError, FloeError
 from common.logs import escape
 from common.open import load_settings, open_for_view
 from common.settings.types import duration_words, format_count
 from egress.advisories.advisory import AdvisoryDocument, AdvisoryEvent
-from egress.sampling.cli import newest_snapshot
 from egress.sampling.key_table import Notice, SamplerState
+from egress.sampling.snapshot import Snapshot
+from egress.sampling.snapshot_store import SnapshotStore
 
 if TYPE_CHECKING:
+    from common.archive.store import SegmentStore
     from common.settings.root import Settings
 
 STATES = ("active", "silent", "expired")
@@ -93,16 +96,25 @@ def merge(tables: Iterable[pa.Table]) -> pa.Table:
     return cast(pa.Table, whole.filter(pa.concat_arrays([pa.array([True]), differs])))
 
 
-def select(table: pa.Table, since_s: int, *, is_silent: bool) -> pa.Table:
-    """Return the senders that were seen at `since_s` or later, with `is_silent` only those that are not active."""
+def select(table: pa.Table, since_s: int, *, is_silent: bool, pattern: re.Pattern[str] | None) -> pa.Table:
+    """Return the senders that were seen at `since_s` or later and match `pattern`, with `is_silent` only those that are
+    not active.
+    """
     wanted: Any = pc.greater_equal(table.column("seen"), pa.scalar(since_s, pa.int64()))
-    return table.filter(pc.and_(wanted, pc.greater(table.column("state"), _ACTIVE)) if is_silent else wanted)
+    found = table.filter(pc.and_(wanted, pc.greater(table.column("state"), _ACTIVE)) if is_silent else wanted)
+    if pattern is None:
+        return found
+    senders: list[Any] = found.column("sender").to_pylist()
+    return found.filter(pa.array([pattern.search(each) is not None for each in senders], pa.bool_()))
 
 
-def lines(table: pa.Table, *, as_json: bool) -> Iterator[str]:
+def lines(table: pa.Table, *, as_json: bool, only_values: bool) -> Iterator[str]:
     """Yield the output, some thousand senders at a time."""
     for batch in table.to_batches(_LINES_PER_WRITE):
         columns: Any = batch.to_pydict()
+        if only_values:
+            yield "\n".join(map(escape, columns["sender"]))
+            continue
         seen = np.datetime_as_string(np.asarray(columns["seen"], "datetime64[s]")).tolist()
         rows = zip(columns["site"], columns["sender"], seen, map(STATES.__getitem__, columns["state"]), strict=True)
         if as_json:
@@ -112,24 +124,47 @@ def lines(table: pa.Table, *, as_json: bool) -> Iterator[str]:
             yield "\n".join(f"{escape(site)}  {at}Z  {state:7}  {escape(sender)}" for site, sender, at, state in rows)
 
 
+def _parse_pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"expected a regular expression, found {text!r:.60}: {error}") from None
+
+
 @click.command()
 @chains_argument
+@click.option(
+    "--value",
+    metavar="REGEX",
+    type=ParsedType("regular expression", re.Pattern, _parse_pattern),
+    help="Only senders in which this regular expression is found.",
+)
 @since_option
 @click.option("--silent", is_flag=True, help="Only senders that are silent or expired.")
 @click.option("--advisories", "stream", metavar="STREAM", help="Also what the advisories in STREAM report since.")
+@click.option("--values", "only_values", is_flag=True, help="Print the senders only.")
 @config_command
 async def fleet(
-    config: str, what: str | None, since: RequestedTime | None, silent: bool, stream: str | None, as_json: bool
+    config: str,
+    what: str | None,
+    value: re.Pattern[str] | None,
+    since: RequestedTime | None,
+    silent: bool,
+    stream: str | None,
+    only_values: bool,
+    as_json: bool,
 ) -> int:
     """List the senders of every site: when each was last seen, and if it is active, silent or expired.
 
     From the newest snapshot of each sampled feed; a sender of several feeds of a site is listed once. stderr shows the
-    age of each site's snapshots, and counts the states. A feed writes no snapshot while it is quiet: --advisories adds
-    what was reported since, read from the server of ingress. With --json, one object a line.
+    age of each site's snapshots, and counts the states. A feed writes no snapshot while it is quiet: `floe egress
+    flush` makes it write one, and --advisories adds what was reported since, read from the server of ingress. With
+    --json, one object a line.
 
     \b
     Examples:
       floe fleet -c central.yaml --silent
+      floe fleet -c site.yaml us-east/NODE_DATA --value 'node-1[0-9]'
       floe fleet -c central.yaml us-east --advisories NODE_DATA_ADVISORIES --json
     """
     from common.archive.catalog import select_chains
@@ -139,7 +174,7 @@ async def fleet(
     store, documents = open_for_view(settings)
     with closing(store):
         for chain in _newest_incarnations(select_chains(documents, what)):
-            if (found := newest_snapshot(store, chain, failures, is_quiet=True)) is not None:
+            if (found := _newest_snapshot(store, chain, failures)) is not None:
                 refs.append(found[0])
                 tables.setdefault(chain.site, []).append(senders_table(chain.site, found[1].state))
     if stream is not None:
@@ -153,11 +188,9 @@ async def fleet(
     for site in sorted(tables):
         senders = merge(tables.pop(site))
         _summarize(site, senders, now, [ref for ref in refs if ref.chain.site == site])
-        shown = select(senders, (resolve_time(now, since) or 0) // NS_PER_S, is_silent=silent)
-        for text in lines(shown, as_json=as_json):
+        shown = select(senders, (resolve_time(now, since) or 0) // NS_PER_S, is_silent=silent, pattern=value)
+        for text in lines(shown, as_json=as_json, only_values=only_values):
             click.echo(text)
-    for error in failures:
-        click.echo(error.as_text(), err=True)
     return failures[0].exit_code if failures else 0
 
 
@@ -167,6 +200,23 @@ def _newest_incarnations(chains: Iterable[Chain]) -> list[Chain]:
         others = newest.setdefault((chain.site, chain.feed), [])
         others[:] = [*(each for each in others if each.incarnation == chain.incarnation), chain]
     return [chain for some in newest.values() for chain in some]
+
+
+def _newest_snapshot(
+    store: SegmentStore, chain: Chain, failures: list[FloeError]
+) -> tuple[SnapshotRef, Snapshot] | None:
+    """Return the newest readable snapshot; None if there is none. stderr shows the errors of damaged ones. If there are
+    snapshots and none is readable, the first error is added to `failures`.
+    """
+    snapshots, problems = SnapshotStore(store, chain), list[FloeError]()
+    for ref in snapshots.list():
+        try:
+            return ref, snapshots.read(ref)
+        except DataError as error:
+            click.echo(error.as_text(), err=True)
+            problems.append(error)
+    failures += problems[:1]
+    return None
 
 
 def _summarize(site: str, senders: pa.Table, now: float, refs: list[SnapshotRef]) -> None:

@@ -8,7 +8,6 @@ keys.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
@@ -48,22 +47,6 @@ class Notice(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class KnownKey:
-    """One key, as `floe state` shows it. Times are nanoseconds since 1970.
-
-    `seen_ns`, `size`: time and payload bytes of its last message. `copied_ns`: the message of that time was
-    the last that passed. From `due_ns` on the next one passes.
-    """
-
-    value: str
-    seen_ns: int
-    copied_ns: int
-    due_ns: int
-    size: int
-    notice: Notice
-
-
-@dataclass(frozen=True, slots=True)
 class SamplerState:
     """The state of a sampler at one moment, empty at first. Made by `Sampler.freeze` and by `decode`.
 
@@ -82,14 +65,6 @@ class SamplerState:
 
     def count(self) -> int:
         return sum(len(chunk) - chunk.count(None) for chunk in self.values)
-
-    def iter_keys(self) -> Iterator[KnownKey]:
-        values, times = chain.from_iterable(self.values), (array("q", self.seen), array("q", self.due))
-        columns = zip(values, *times, array("I", self.sizes), self.notices, strict=True)
-        for value, seen, due, size, notice in columns:
-            if value is not None:
-                copied = due - period_ns(value, self.duration_ns)
-                yield KnownKey(value, seen, copied, due, size, Notice(notice))
 
 
 #: `seen` of a free place: later than any message.

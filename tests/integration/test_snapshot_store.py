@@ -13,7 +13,6 @@ from common.errors import DataError, FloeError, Refused, Unavailable
 from common.objects.port import ObjectStore
 from common.objects.s3 import S3Account, S3Objects
 from egress.advisories.advisory import Advisory, AdvisoryEvent
-from egress.sampling.cli import SelectedValues, ValueFilter, format_value
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
 from tests.support.basics import SharedS3
@@ -159,8 +158,5 @@ def test_many_values_are_saved_and_read_in_bounded_memory(local: SampledArchive)
 
     ref = step(lambda: local.save(sampler, values + 1))
     snapshot = step(lambda: local.snapshots().read(ref))
-    lines = step(
-        lambda: sum(bool(format_value(CHAIN, known)) for known in SelectedValues(snapshot.state, ValueFilter()))
-    )
-    assert (snapshot.state.count(), lines, ref.size < 64 * values) == (values, values, True)
-    assert [peak < most for peak, most in zip(peaks, (3, 8, 5), strict=True)] == [True] * 3, peaks
+    assert (snapshot.state.count(), ref.size < 64 * values) == (values, True)
+    assert [peak < most for peak, most in zip(peaks, (3, 8), strict=True)] == [True] * 2, peaks

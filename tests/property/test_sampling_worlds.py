@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from common.chain import Chain
 from egress.advisories.advisory import Advisory, AdvisoryEvent
-from egress.sampling.key_table import KnownKey, period_ns
+from egress.sampling.key_table import period_ns
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot, decode, encode
-from tests.support.sampling import SECOND, START, sampling
+from tests.support.sampling import SECOND, START, KnownKey, known_keys, sampling
 
 DURATION, WARN = 100 * SECOND, 30 * SECOND
 TRIGGER = 10
@@ -95,7 +95,7 @@ def how(trigger: int) -> SamplingSettings:
 
 
 def known(sampler: Sampler) -> set[tuple[Any, ...]]:
-    return {(k.value, k.seen_ns, k.copied_ns, k.size) for k in sampler.freeze().iter_keys()}
+    return {(k.value, k.seen_ns, k.copied_ns, k.size) for k in known_keys(sampler.freeze())}
 
 
 @st.composite
@@ -189,7 +189,7 @@ def test_what_was_archived_is_learned(archived: list[Sent], world: list[Sent], c
     sampler = Sampler(how(0))
     for some in batches(archived, cuts):
         sampler.learn([s.key for s in some], [s.time for s in some], [s.size for s in some])
-    found: dict[str, KnownKey] = {k.value: k for k in sampler.freeze().iter_keys()}
+    found: dict[str, KnownKey] = {k.value: k for k in known_keys(sampler.freeze())}
     for entry in found.values():
         assert entry.size == [s for s in archived if s.key == entry.value][-1].size
         assert entry.seen_ns == entry.copied_ns >= 0

@@ -1,6 +1,8 @@
 """A sampled feed without servers: a log in memory, its archive in a store, snapshots, and how it resumes."""
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from egress.archive import Archive
 from egress.deps import Pools
 from egress.identity import SourceStream
 from egress.partition import Partition, Position
+from egress.sampling.key_table import Notice, SamplerState, period_ns
 from egress.sampling.resume import ResumedSampler, SamplerResume
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import SamplingSettings
@@ -59,9 +62,29 @@ def fold(sampler: Sampler, messages: Sequence[Message]) -> list[Message]:
     return [message for message, passes in zip(messages, kept, strict=True) if passes]
 
 
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """One key of a sampler. `seen_ns`, `size`: of its last message; `copied_ns`: the time of the last that passed."""
+
+    value: str
+    seen_ns: int
+    copied_ns: int
+    due_ns: int
+    size: int
+    notice: Notice
+
+
+def known_keys(state: SamplerState) -> Iterator[KnownKey]:
+    values = [value for part in state.values for value in part]
+    columns = array("q", state.seen), array("q", state.due), array("I", state.sizes), state.notices
+    for value, seen, due, size, notice in zip(values, *columns, strict=True):
+        if value is not None:
+            yield KnownKey(value, seen, due - period_ns(value, state.duration_ns), due, size, Notice(notice))
+
+
 def facts(sampler: Sampler) -> dict[str, tuple[int, int, int]]:
     """Return the facts of each value: seen, due, size."""
-    return {known.value: (known.seen_ns, known.due_ns, known.size) for known in sampler.freeze().iter_keys()}
+    return {known.value: (known.seen_ns, known.due_ns, known.size) for known in known_keys(sampler.freeze())}
 
 
 class SampledArchive:

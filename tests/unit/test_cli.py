@@ -117,7 +117,7 @@ ODD_CHAINS = (
     *["us-east/NODES/0000/0/0", "us-east/NODES/0000/65536", f"us-east/NODES/{'9' * 5000}", "us-east/NODES/1_0"],
 )
 TAKING_CHAINS = (
-    *("compact {}", "check archive {}", "gap accept {} --first 1 --last 2 --yes", "drill {}", "state --feed {}"),
+    *("compact {}", "check archive {}", "gap accept {} --first 1 --last 2 --yes", "drill {}"),
     *(f"segments {name} {{}}" for name in ("ls", "info", "cat", "verify")),
     *(f"{name} {{}} --target T" for name in ("chain pause", "chain resume", "replay")),
     *("parked cat {} --target T --sequence 1", "parked retry {} --target T --all"),

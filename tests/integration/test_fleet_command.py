@@ -1,8 +1,7 @@
-"""`floe state`: the operator's view of a sampler; and `floe fleet`: of the samplers of all sites."""
+"""`floe fleet`: the senders that the samplers of all sites know."""
 
 import asyncio
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from common.clock import SystemClock
 from common.nats.client import FloeClient, frame
 from egress.advisories.advisory import Advisory, AdvisoryEvent, build_document
 from egress.sampling import fleet as of_fleet
-from egress.sampling.cli import state
 from egress.sampling.fleet import fleet
 from egress.sampling.sampler import Sampler
 from infra.local.process import free_port
@@ -57,20 +55,19 @@ class Site(SampledArchive):
         self.save(sampler, position, chain=chain)
         return sampler
 
-    def state(self, *options: str, code: int = 0) -> Result:
-        found = CliRunner().invoke(state, ["-c", str(self.config), *options])
+    def command(self, *options: str, code: int = 0) -> Result:
+        found = CliRunner().invoke(fleet, ["-c", str(self.config), *options])
         assert found.exit_code == code, found.output
         return found
 
-    def fleet(self, *options: str, code: int = 0) -> list[tuple[str, ...]]:
+    def fleet(self, *options: str) -> list[tuple[str, ...]]:
         """Return site, sender, time and state of each."""
-        found = CliRunner().invoke(fleet, ["-c", str(self.config), "--json", *options])
-        assert found.exit_code == code, found.output
+        found = self.command("--json", *options)
         self.said = found.stderr
         return [tuple(json.loads(line).values()) for line in found.stdout.splitlines()]
 
     def values(self, *options: str, code: int = 0) -> list[str]:
-        return self.state("--values", *options, code=code).stdout.splitlines()
+        return self.command("--values", *options, code=code).stdout.splitlines()
 
 
 @pytest.fixture
@@ -78,58 +75,12 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_values_are_listed_in_order_with_their_facts_and_the_age_of_these(site: Site) -> None:
-    site.known(("b", 0), ("a", 1), ("b", 2))
-    lines = site.state().stdout.splitlines()
-    assert lines[0].split() == ["chain", "seen", "copied", "size", "advised", "value"]
-    assert [line.split() for line in lines[1:]] == [
-        [str(CHAIN), "2023-11-14T22:13:21Z", "2023-11-14T22:13:21Z", "2", "-", "a"],
-        [str(CHAIN), "2023-11-14T22:13:22Z", "2023-11-14T22:13:20Z", "3", "-", "b"],
-    ]
-    _, second = map(json.loads, site.state("--json").stdout.splitlines())
-    assert second.pop("due") > "2023-11-14T22:14"
-    seen, copied = "2023-11-14T22:13:22Z", "2023-11-14T22:13:20Z"
-    assert second == {
-        "chain": str(CHAIN), "value": "b", "seen": seen, "copied": copied, "size": 3, "advised": None,
-    }  # fmt: skip
-    as_of = rf"{CHAIN}: 1 of 2 values, as of sequence 10; the snapshot is \d+ s old"
-    expired = r"; expired since then, unless seen again: 1\n"
-    for end, part in ((None, ""), (10, ", and the archive ends there"), (250, "; the archive continues to 250")):
-        if end:
-            site.chains.write_tail(CHAIN, end)
-        assert re.fullmatch(as_of + part + expired, site.state("a").stderr)
-
-
 def test_a_value_is_looked_for_by_a_regular_expression(site: Site) -> None:
     site.known(("web-1", 0), ("web-12", 0), ("db-1", 0))
-    assert (site.values("web"), site.values("1$")) == (["web-1", "web-12"], ["db-1", "web-1"])
-    assert site.values("^nothing$") == []
+    assert (site.values("--value", "web"), site.values("--value", "1$")) == (["web-1", "web-12"], ["db-1", "web-1"])
+    assert site.values("--value", "^nothing$") == []
     for pattern in ("(", "*", "(?P<x>a)(?P<x>b)", "a{99999999999}"):
-        assert "expected a regular expression" in site.state("--", pattern, code=2).stderr
-
-
-def test_silent_values_are_those_beyond_the_warning(site: Site) -> None:
-    sampler = site.known(("old", 0), ("young", 60))
-    assert site.values("--silent") == ["old"]
-    sampler.advance(sampler.watermark_ns)
-    site.save(sampler, 12)
-    [old] = map(json.loads, site.state("--silent", "--json").stdout.splitlines())
-    assert (old["value"], old["advised"]) == ("old", "timeout")
-
-
-def test_values_that_had_expired_are_not_known_any_more(site: Site) -> None:
-    sampler = site.known(("old", 0), ("silent", 20), ("last", 100))
-    assert site.values() == ["last", "silent"]  # not forgotten yet, and expired by the last message
-    assert site.values("--silent") == ["silent"]
-    assert "2 of 2 values" in site.state().stderr
-    assert "; expired by then and not listed: 1;" in site.state().stderr
-    sampler.advance(sampler.watermark_ns + 50 * SECOND)  # the server's time, while nothing is published
-    site.save(sampler, 12)
-    assert (site.values(), site.values("--silent"), sampler.value_count) == (["last"], [], 1)
-    sampler.advance(sampler.watermark_ns + 100 * SECOND)
-    site.save(sampler, 13)
-    assert (site.values("--silent"), sampler.value_count) == ([], 0)
-    assert "0 of 0 values" in site.state("--silent").stderr
+        assert "expected a regular expression" in site.command("--value", pattern, code=2).stderr
 
 
 def test_messages_that_were_not_folded_in_silence_nobody(site: Site) -> None:
@@ -138,22 +89,19 @@ def test_messages_that_were_not_folded_in_silence_nobody(site: Site) -> None:
     assert (site.values(), site.values("--silent")) == (["a", "b"], [])
 
 
-def test_values_expired_since_the_snapshot_are_listed_and_since_counts_from_now(site: Site) -> None:
+def test_the_time_since_a_value_was_seen_counts_from_now(site: Site) -> None:
     sampler, now = Sampler(site.sampling), round(SystemClock().now() * SECOND)
     times = {"early": now - 150 * SECOND, "late": now - 60 * SECOND}
     rows = [replace(sent(n, node, 0), timestamp_ns=time) for n, (node, time) in enumerate(times.items(), 1)]
     sampler.fold(columns_of(rows))
     site.save(sampler, 12)
-    found = site.state("--values")
-    assert found.stdout.split() == ["early", "late"]
-    assert found.stderr.endswith("; expired since then, unless seen again: 1\n")
     assert [site.values("--since", since) for since in ("2h", "100s", "30s")] == [["early", "late"], ["late"], []]
 
 
 def test_a_value_cannot_forge_a_line(site: Site) -> None:
     site.known(("x\nforged\x1b[2J", 0))
-    assert (site.values(), len(site.state().stdout.splitlines())) == (["x\\nforged\\x1b[2J"], 2)
-    assert json.loads(site.state("--json").stdout)["value"] == "x\nforged\x1b[2J"
+    assert (site.values(), len(site.command().stdout.splitlines())) == (["x\\nforged\\x1b[2J"], 1)
+    assert site.fleet()[0][1] == "x\nforged\x1b[2J"
 
 
 def test_the_newest_readable_snapshot_counts(site: Site) -> None:
@@ -162,7 +110,7 @@ def test_the_newest_readable_snapshot_counts(site: Site) -> None:
     assert site.values() == ["new"]
     newest = site.snapshots().list()[0]
     (site.folder / "store" / newest.key).write_bytes(b"x" * newest.size)
-    found = site.state("--values")
+    found = site.command("--values")
     assert found.stdout == "old\n"
     assert "error[E-SNAPSHOT]" in found.stderr
 
@@ -170,18 +118,15 @@ def test_the_newest_readable_snapshot_counts(site: Site) -> None:
 def test_only_damaged_snapshots_are_an_error_and_other_chains_are_shown(site: Site) -> None:
     other = Chain(SITE, "OTHER")
     site.begin_chain(other)
-    feed = {"inspect_subject_token": 2, "inspect_duration": "100s"}
-    site.configure({"stream": FEED, **feed}, {"stream": "OTHER", **feed})
     site.known(("damaged", 0))
     site.known(("good", 0), chain=other)
     [ref] = site.snapshots().list()
     (site.folder / "store" / ref.key).write_bytes(b"x")
-    found = site.state("--values", code=3)
+    found = site.command("--values", code=3)
     assert found.stdout == "good\n"
     assert "error[E-SNAPSHOT]" in found.stderr
-    assert site.values("--feed", "OTHER") == site.values("--feed", f"{SITE}/OTHER/0000/0") == ["good"]
-    assert site.values("--feed", f"{SITE}/OTHER/0007") == []
-    assert "expected a feed of site" in site.state("--feed", "elsewhere/OTHER", code=2).stderr
+    assert site.values(f"{SITE}/OTHER") == site.values(f"{SITE}/OTHER/0000/0") == ["good"]
+    assert "OTHER" in site.command(f"{SITE}/ELSE", code=2).stderr
 
 
 def test_the_newest_incarnation_is_shown_with_all_its_partitions(site: Site) -> None:
@@ -189,16 +134,7 @@ def test_the_newest_incarnation_is_shown_with_all_its_partitions(site: Site) -> 
         site.begin_chain(Chain(SITE, FEED, 1, partition))
     site.known(("before", 0))
     site.known(("one", 0), chain=Chain(SITE, FEED, 1, 1))
-    found = site.state("--values")
-    assert found.stdout == "one\n"
-    assert f"{SITE}/{FEED}/0001/0: no snapshot yet" in found.stderr
-
-
-def test_a_feed_that_is_not_sampled_is_a_usage_error(site: Site) -> None:
-    assert "expected a sampled feed (NODES)" in site.state("--feed", "NOPE", code=2).stderr
-    site.configure({"stream": FEED})
-    found = site.state()
-    assert (found.stdout, found.stderr) == ("", "no feed is sampled\n")
+    assert site.values() == ["one"]
 
 
 def test_an_unreachable_store_is_for_later(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,9 +143,9 @@ def test_an_unreachable_store_is_for_later(site: Site, monkeypatch: pytest.Monke
     away = f"{{url: 's3://bucket', endpoint_url: 'http://127.0.0.1:{free_port()}', "
     away += "access_key_id: key, secret_access_key: secret}"
     site.config.write_text(yaml.safe_dump(yaml.safe_load(text) | {"store": yaml.safe_load(away)}))
-    assert "error[E-" in site.state(code=75).stderr
+    assert "error[E-" in site.command(code=75).stderr
     site.config.write_text(text + "nonsense: 1\n")
-    assert "nonsense" in site.state(code=78).stderr
+    assert "nonsense" in site.command(code=78).stderr
 
 
 def test_the_fleet_has_each_sender_of_each_site_once_where_it_was_seen_last(site: Site) -> None:
