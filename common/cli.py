@@ -20,10 +20,8 @@ import textwrap
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-from zoneinfo import ZoneInfo
 
 import click
 
@@ -74,37 +72,23 @@ Interval = functools.partial(ParsedType, "duration", float, _parse_interval)
 #: A size such as 64K or 1G, as int bytes.
 Size = functools.partial(ParsedType, "size", int, parse_size)
 
-MOMENT_FORM = "a time such as 2026-01-02T03:04:05Z, 2026-01-02 03:04 (of this host's zone), -2h or 2h ago"
-_LOCAL_TIME = re.compile(r"(\d{4}-\d\d-\d\d)(?:[Tt ](\d\d:\d\d(?::\d\d)?))?", re.ASCII)
-UNKNOWN_ZONE_TEXT = "there is no zone TZ="
-_POSIX_ZONE = re.compile(r"(?:[A-Za-z]{3,}|<[A-Za-z0-9+-]{3,}>)[+-]?\d")  # such as CET-1CEST
+MOMENT_FORM = "a time such as 2026-01-02T03:04:05Z (with its zone), -2h or 2h ago"
 _AGO = re.compile(r"-?\s*(\S(?:.*\S)?)\s+ago|-?(\S+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedTime:
-    """A time as the user gave it. `text`: RFC 3339 with a zone; empty if it is `seconds_ago`, seconds before now.
-
-    `zone`: the zone of this host, if the time named none; else empty.
-    """
+    """A time as the user gave it. `text`: RFC 3339; empty if it is `seconds_ago`, seconds before now."""
 
     text: str = ""
     seconds_ago: float = 0.0
-    zone: str = ""
 
     @classmethod
-    def parse(cls, text: str, local: tzinfo | None = None) -> RequestedTime:
-        """Parse `text`. Raises ValueError. `local`: the zone of a time without one; None: this host's."""
+    def parse(cls, text: str) -> RequestedTime:
+        """Parse `text`. Raises ValueError."""
         with suppress(ValueError):
             parse_time(text)
             return cls(text)
-        if match := _LOCAL_TIME.fullmatch(text):
-            try:
-                naive = datetime.fromisoformat(f"{match[1]}T{match[2] or '00:00'}")
-                at = naive.replace(tzinfo=local) if local else naive.astimezone()
-            except (ValueError, OverflowError) as error:
-                raise ValueError(f"expected {MOMENT_FORM}, found {text!r:.60}: {error}") from error
-            return cls(at.isoformat(), zone=_zone_name(at))
         if match := _AGO.fullmatch(text):
             with suppress(ValueError):
                 return cls(seconds_ago=parse_duration((match[1] or match[2]).replace(" ", "")))
@@ -115,19 +99,6 @@ class RequestedTime:
         return parse_time(self.text) if self.text else round((now - self.seconds_ago) * NS_PER_S)
 
 
-def _zone_name(at: datetime) -> str:
-    """Name the zone of `at`, a time of this host. If TZ names no zone, the C library uses UTC under any name."""
-    name, zone = at.tzname() or str(at.tzinfo), os.environ.get("TZ", "").removeprefix(":")
-    is_file = zone.startswith("/") and Path(zone).is_file()
-    if at.utcoffset() or not zone or is_file or _POSIX_ZONE.match(zone):
-        return name
-    try:
-        ZoneInfo(zone)
-    except (ValueError, OSError, KeyError):
-        return name if name == zone == "UTC" else f"UTC: {UNKNOWN_ZONE_TEXT}{zone:.60}"
-    return name
-
-
 Bounds = tuple[int | None, int | None]  # from and up to, in ns since 1970; None: no bound
 
 
@@ -136,19 +107,8 @@ def resolve_time(now: float, requested: RequestedTime | None) -> int | None:
     return None if requested is None else requested.at(now)
 
 
-class TimeType(ParsedType):
-    """A time, as RequestedTime; stderr shows how a time without a zone is read."""
-
-    def __init__(self) -> None:
-        super().__init__("time", RequestedTime, RequestedTime.parse)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RequestedTime:
-        found: RequestedTime = super().convert(value, param, ctx)
-        if found.zone and value is not found:
-            how = found.zone if UNKNOWN_ZONE_TEXT in found.zone else f"{found.zone}, the zone of this host"
-            click.echo(escape(f"{value} is read as {found.text} ({how})"), err=True)
-        return found
-
+#: A time, as RequestedTime.
+Time = functools.partial(ParsedType, "time", RequestedTime, RequestedTime.parse)
 
 OutputRow = Sequence[object] | Mapping[str, object]
 
@@ -347,8 +307,8 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Show the changes;
 
 
 #: `--since TIME`, inclusive, and `--until TIME`, exclusive; the command gets `RequestedTime | None`.
-since_option = click.option("--since", type=TimeType(), help="From this time on: 2026-01-02T03:04:05Z, 2h (ago).")
-until_option = click.option("--until", type=TimeType(), help="Up to this time, exclusive.")
+since_option = click.option("--since", type=Time(), help="From this time on: 2026-01-02T03:04:05Z, 2h (ago).")
+until_option = click.option("--until", type=Time(), help="Up to this time, exclusive.")
 
 #: `--from-sequence N` and `--to-sequence N`, both inclusive; the command gets `int | None`.
 from_sequence_option = click.option("--from-sequence", type=SequenceType(), help="The first sequence.")
