@@ -19,7 +19,7 @@ from common.check_cli import DAY_S, CheckResult, CheckState, PerformanceValue, T
 from common.cli import chains_argument, check_textfile, config_command, print_json, print_table, textfile_option
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Unavailable, UsageError
-from common.logs import escape, get_logger
+from common.logs import get_logger
 from common.open import load_settings, open_chains, open_for_view, open_for_work, reload_on_hangup
 from common.service.progress import ProcessLog, Progress, format_share
 from common.settings.types import format_count, size_words
@@ -324,7 +324,7 @@ def _report_run(done: RunReport, as_json: bool, strict: bool, metrics: _Metrics)
     if as_json:
         print_json(report.report_json(done))
     else:
-        _print_table(report.report_rows(done), report.RUN_COLUMNS, report.idle_reasons(done))
+        _print_table(report.report_rows(done), report.RUN_COLUMNS, report.idle_line(done))
     code = _print_failures(done.failures, [] if strict else done.known_failures)
     metrics.write(done, is_success=code == 0)
     return code
@@ -394,7 +394,7 @@ def _preview(
     else:
         rows = [*report.retention_preview_rows(retained), *report.preview_rows(surveys)]
         total = [report.preview_total(surveys, retained)] if rows else []
-        _print_table([*rows, *total], report.PREVIEW_COLUMNS, ["nothing to do"])
+        _print_table([*rows, *total], report.PREVIEW_COLUMNS, "nothing to do")
     _advise(jobs, [(len(output.inputs), output.size) for survey in surveys for output in survey.outputs])
     return _print_failures(problems, [] if strict else compaction.known_failures.known(problems))
 
@@ -407,11 +407,11 @@ def _advise(jobs: int, merges: Sequence[tuple[int, int]]) -> None:
         click.echo(advice, err=True)
 
 
-def _print_table(rows: list[list[object]], columns: Sequence[str], otherwise: Sequence[str]) -> None:
+def _print_table(rows: list[list[object]], columns: Sequence[str], otherwise: str) -> None:
     if rows:
         print_table(rows, columns)
-    for line in () if rows else otherwise:
-        click.echo(escape(line))
+    else:
+        click.echo(otherwise)
 
 
 def _print_failures(failures: list[Failure], known: list[Failure]) -> int:

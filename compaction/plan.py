@@ -12,7 +12,6 @@ continues in the next.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -65,14 +64,13 @@ class Output:
 
 
 class Planner:
-    """Planner of one chain by one policy. `now`: seconds since 1970 UTC by the store's clock. `waiting`: collects the
-    segments that are not due at that time.
+    """Planner of one chain by one policy. `now`: seconds since 1970 UTC by the store's clock.
 
     Leave unreadable segments out of the windows, as if they did not exist: runs end next to them.
     """
 
-    def __init__(self, policy: LevelSettings, now: float, waiting: WaitingSegments | None = None) -> None:
-        self._policy, self._now, self._waiting = policy, now, waiting
+    def __init__(self, policy: LevelSettings, now: float) -> None:
+        self._policy, self._now = policy, now
         self._group = _Group()
 
     @property
@@ -103,10 +101,6 @@ class Planner:
     def end(self) -> list[Output]:
         return self._close(is_full=False)
 
-    def is_any_due(self, waiting: Iterable[SegmentBlock]) -> bool:
-        """True if any of these blocks, ascending, are due. Only for a planner with no other use."""
-        return any(self._take(block) for block in waiting) or bool(self.end())
-
     def _take(self, block: SegmentBlock) -> list[Output]:
         outputs: list[Output] = []
         is_young = self._now < block.newest + self._policy.min_age
@@ -116,104 +110,12 @@ class Planner:
             outputs = self._close(is_full=True)
         if not is_young:
             self._group.add(block)
-        elif self._waiting is not None:
-            self._waiting.add_young(block)
         return outputs
 
     def _close(self, *, is_full: bool) -> list[Output]:
         closed, self._group = self._group, _Group()
-        if self._now >= closed.due_at(self._policy, is_full=is_full):
-            return [Output(self._policy.to, tuple(closed.segments))]
-        if closed.blocks and self._waiting is not None:
-            self._waiting.add_small(closed)
-        return []
-
-
-@dataclass(slots=True)
-class WaitingSegments:
-    """Segments of one chain that wait for a merge by one policy at `now`, and the reasons; a few numbers in any case.
-
-    `young`: segments that are younger than `min_age`, or overlap one that is; `young_until`: the time at which the
-    first of them is old enough. `small`: the others, in `runs` that are neither large nor old enough; `largest`: stored
-    bytes of the largest run; `too_few`: those in runs with too few segments for `max_wait` to apply. Times: seconds
-    since 1970 UTC.
-    """
-
-    chain: Chain
-    policy: LevelSettings
-    now: float
-    young: int = field(default=0, init=False)
-    young_bytes: int = field(default=0, init=False)
-    young_until: float = field(default=math.inf, init=False)
-    small: int = field(default=0, init=False)
-    small_bytes: int = field(default=0, init=False)
-    runs: int = field(default=0, init=False)
-    largest: int = field(default=0, init=False)
-    too_few: int = field(default=0, init=False)
-    # Adjacent blocks that may be merged before `_merge_at`, the earliest time so far, by the policy key `_merge_key`.
-    _blocks: list[SegmentBlock] = field(default_factory=list, init=False)
-    _last: int = field(default=0, init=False)
-    _limit: int = field(default=1000, init=False)
-    _merge_at: float = field(default=math.inf, init=False)
-    _merge_key: str = field(default="", init=False)
-
-    @property
-    def segments(self) -> int:
-        return self.young + self.small
-
-    @property
-    def size(self) -> int:
-        return self.young_bytes + self.small_bytes
-
-    def add_young(self, block: SegmentBlock) -> None:
-        self.young += len(block.segments)
-        self.young_bytes += block.size
-        self.young_until = min(self.young_until, block.newest + self.policy.min_age)
-        self._add_block(block)
-
-    def add_small(self, group: _Group) -> None:
-        self.small += len(group.segments)
-        self.small_bytes += group.size
-        self.runs += 1
-        self.largest = max(self.largest, group.size)
-        self.too_few += len(group.segments) if group.due_at(self.policy, is_full=False) == math.inf else 0
-        for block in group.blocks:
-            self._add_block(block)
-
-    def next_merge(self) -> tuple[float, str]:
-        """Return the time of the next merge if nothing else arrives, and its policy key; `inf` and empty if there is
-        none. No later block may be adjacent to those so far.
-
-        From that time on, and not before, a planner makes an output of waiting segments. It is found by planning at
-        each time at which a block gets old enough. If some blocks make an output at one time, they make one at any
-        later time too, with more of them: so by bisection.
-        """
-        found = {_max_wait_time(each.oldest, self.policy): "max_wait" for each in self._blocks}
-        found |= {each.newest + self.policy.min_age: "min_age" for each in self._blocks}
-        moments = sorted(at for at in found if at < self._merge_at)
-        place = bisect_left(moments, True, key=lambda at: Planner(self.policy, at).is_any_due(self._blocks))
-        if place < len(moments):
-            self._merge_at, self._merge_key = moments[place], found[moments[place]]
-        self._blocks = []
-        return self._merge_at, self._merge_key
-
-    def _add_block(self, block: SegmentBlock) -> None:
-        is_late = self._is_late(block)
-        if is_late or block.first != self._last + 1:
-            self.next_merge()
-        self._last = block.last
-        if is_late:
-            return
-        self._blocks.append(block)
-        if len(self._blocks) >= self._limit:
-            kept = self._blocks
-            self.next_merge()
-            late = [number for number, each in enumerate(kept, 1) if self._is_late(each)]
-            self._blocks = kept[late[-1] if late else 0 :]
-            self._limit = max(1000, 2 * len(self._blocks))
-
-    def _is_late(self, block: SegmentBlock) -> bool:
-        return block.newest + self.policy.min_age >= self._merge_at
+        is_due = closed.is_due(self._policy, self._now, is_full=is_full)
+        return [Output(self._policy.to, tuple(closed.segments))] if is_due else []
 
 
 def unite(late: Iterable[Iterable[SegmentRef]], until: float = math.inf) -> list[Output]:
@@ -278,18 +180,13 @@ class _Group:
         fits = self.size + block.size <= policy.max_size
         return fits and len(self.segments) + len(block.segments) <= policy.max_count
 
-    def due_at(self, policy: LevelSettings, *, is_full: bool) -> float:
-        """Return the time from which it is merged; `inf`: not as it is. `is_full`: the next block does not fit."""
+    def is_due(self, policy: LevelSettings, now: float, *, is_full: bool) -> bool:
+        """True if it is merged as it is. `is_full`: the next block does not fit."""
         count = len(self.segments)
         # A single segment is promoted only for its size: rewriting it alone for its count would gain nothing.
         if (count and self.size >= policy.min_size) or (count > 1 and (is_full or count >= policy.max_count)):
-            return -math.inf
-        return _max_wait_time(self.oldest, policy) if count >= max(policy.min_count, 2) else math.inf
-
-
-def _max_wait_time(oldest: float, policy: LevelSettings) -> float:
-    """Return the first moment at which an object that was stored at `oldest` is older than `max_wait`."""
-    return math.nextafter(oldest + policy.max_wait, math.inf)
+            return True
+        return count >= max(policy.min_count, 2) and now > self.oldest + policy.max_wait
 
 
 def blocks(segments: Iterable[SegmentRef]) -> Iterator[Block]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +15,8 @@ from common.archive.keys import SegmentName
 from common.archive.segment import SegmentRef
 from common.clock import NS_PER_S, format_time
 from common.metrics import gauge
-from common.settings.types import duration_words, format_count, format_duration, size_words
-from compaction.plan import Output, WaitingSegments
+from common.settings.types import format_count, size_words
+from compaction.plan import Output
 from compaction.retention import RetentionReport
 from compaction.run import ChainSurvey, RunReport
 from compaction.sign_off import SignOff
@@ -82,7 +81,6 @@ def report_json(report: RunReport) -> dict[str, Any]:
         "tombstones": report.tombstones,
         "deleted": [_segment_json(s) for s in report.deleted],
         "pruned": [_segment_json(s) for s in report.pruned],
-        "waiting": [_waiting_json(each) for each in report.waiting.values()],
         "retention": retention_json(report.retention),
         "failures": [
             {
@@ -136,18 +134,15 @@ def preview_rows(surveys: Sequence[ChainSurvey]) -> list[list[object]]:
             segments = format_count(sum(len(o.inputs) for o in outputs), "segment")
             into = f"{segments} into {len(outputs)} of level {level}"
             rows.append(["due", f"{survey.chain} level {low}", sum(o.size for o in outputs), into])
-        for each in survey.waiting:
-            if each.segments:
-                rows.append(["wait", f"{each.chain} level {each.policy.from_}", each.size, waiting_words(each)])
     return rows
 
 
 def preview_total(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> list[object]:
-    """Return the last row: the bytes to read, and the segments that wait, go or expire."""
+    """Return the last row: the bytes to read, and the segments that go or expire."""
     sums = _preview_totals(surveys, retained)
     merges = f"{format_count(sums['outputs'], 'merge')} of {format_count(sums['segments'], 'segment')}"
     merges = merges if sums["outputs"] else "no merge"
-    others = (("waiting", "waits", "wait"), ("deletable", "to delete", "to delete"), ("expired", "expires", "expire"))
+    others = (("deletable", "to delete", "to delete"), ("expired", "expires", "expire"))
     texts = [
         f"{format_count(count, 'segment')}, {size_words(sums[f'{name}_bytes'])} {one if count == 1 else many}"
         for name, one, many in others
@@ -158,14 +153,11 @@ def preview_total(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> 
 
 def _preview_totals(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> dict[str, int]:
     outputs = [output for survey in surveys for output in survey.outputs]
-    waiting = [each for survey in surveys for each in survey.waiting]
     deletable = [segment for survey in surveys for segment in survey.deletable]
     return {
         "outputs": len(outputs),
         "segments": sum(len(output.inputs) for output in outputs),
         "bytes": sum(output.size for output in outputs),
-        "waiting": sum(each.segments for each in waiting),
-        "waiting_bytes": sum(each.size for each in waiting),
         "deletable": len(deletable),
         "deletable_bytes": sum(segment.size for segment in deletable),
         "expired": len(retained.expired),
@@ -181,70 +173,13 @@ def _by_level(outputs: Iterable[Output]) -> list[tuple[tuple[int, int], list[Out
     return sorted(found.items())
 
 
-def waiting_words(waiting: WaitingSegments) -> str:
-    """Return the reasons why it is not merged yet, by policy key, and the time to a merge if nothing else arrives."""
-    policy, (at, key) = waiting.policy, waiting.next_merge()
-    texts = []
-    if waiting.small:
-        where = "with" if waiting.runs == 1 else f"in {waiting.runs:,} runs, the largest with"
-        limit = f"{size_words(waiting.largest)} of {size_words(policy.min_size)} (min_size)"
-        texts.append(f"{waiting.small:,} {where} {limit}")
-    if waiting.too_few:
-        texts.append(f"{waiting.too_few:,} in runs of fewer than {policy.min_count} (min_count)")
-    if waiting.young:
-        left = duration_words(waiting.young_until - waiting.now)
-        limit = f"younger than {format_duration(policy.min_age)} (min_age)"
-        texts.append(f"{waiting.young:,} {limit}, the first for {left} more")
-    when = f"next merge in {duration_words(at - waiting.now)} ({key})" if key else "no merge until more segments arrive"
-    return f"{format_count(waiting.segments, 'segment')}: {'; '.join([*texts, when])}"
-
-
-MAX_REASONS = 10  # lines of reasons why nothing was done
-
-
-def idle_reasons(report: RunReport) -> list[str]:
-    """Return the reasons why a run that did nothing had nothing to do, in lines."""
-    waiting, chains, levels = list(report.waiting.values()), report.chain_count, report.level_count
-    why = "no entry of compaction.levels reads that level" if chains else "the archive holds no such chain"
-    if not (chains and levels):
-        return [f"nothing to do: {why}"]
-    if not waiting:
-        return [f"nothing to do: no segment of {format_count(chains, 'chain')} is left to merge"]
-    count = format_count(sum(each.segments for each in waiting), "segment")
-    lines = [f"{each.chain} level {each.policy.from_}: {waiting_words(each)}" for each in waiting[:MAX_REASONS]]
-    more = [f"… and {len(waiting) - MAX_REASONS:,} more: --dry-run lists them"] * (len(waiting) > MAX_REASONS)
-    return [f"nothing to do yet: {count} of {format_count(chains, 'chain')} left as they are", *lines, *more]
-
-
-def _waiting_json(waiting: WaitingSegments) -> dict[str, Any]:
-    (at, key), policy = waiting.next_merge(), waiting.policy
-    return {
-        **waiting.chain.log_context(),
-        "level": policy.from_,
-        "segments": waiting.segments,
-        "bytes": waiting.size,
-        "small": {
-            "segments": waiting.small,
-            "bytes": waiting.small_bytes,
-            "runs": waiting.runs,
-            "largest": waiting.largest,
-            "min_size": policy.min_size,
-            "too_few": waiting.too_few,
-            "min_count": policy.min_count,
-        },
-        "young": {
-            "segments": waiting.young,
-            "bytes": waiting.young_bytes,
-            "min_age": policy.min_age,
-            "seconds": _seconds(waiting.young_until - waiting.now),
-        },
-        "next_merge": {"seconds": _seconds(at - waiting.now), "key": key or None},
-    }
-
-
-def _seconds(wait: float) -> int | None:
-    """Return whole seconds after which the wait is over for certain; None: never."""
-    return None if wait == math.inf else math.floor(wait) + 1
+def idle_line(report: RunReport) -> str:
+    """Return the line of a run that had nothing to do."""
+    if not report.chain_count:
+        return "nothing to do: the archive holds no such chain"
+    if not report.level_count:
+        return "nothing to do: no entry of compaction.levels reads that level"
+    return f"nothing to do: no segment of {format_count(report.chain_count, 'chain')} is due"
 
 
 PREVIEW_COLUMNS = ("action", "key", "bytes", "into")
@@ -260,7 +195,6 @@ def preview_json(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> d
         "unproved": sum(len(supersession.superseded) for s in surveys for supersession in s.unproved),
         "deletable": [_segment_json(s) for survey in surveys for s in survey.deletable],
         "outdated": [_segment_json(s) for survey in surveys for s in survey.snapshots],
-        "waiting": [_waiting_json(each) for survey in surveys for each in survey.waiting if each.segments],
         "totals": _preview_totals(surveys, retained),
         "retention": retention_json(retained),
     }

@@ -39,7 +39,7 @@ from common.sequences import SequenceRange, cover
 from compaction.compare import DeletionProof, prove_by_reading
 from compaction.failures import Failure, KnownFailures, noting
 from compaction.merge import MergedSegment, merge
-from compaction.plan import Block, Output, Planner, WaitingSegments, blocks, unite, unsuperseded_overlaps
+from compaction.plan import Block, Output, Planner, blocks, unite, unsuperseded_overlaps
 from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemLog
 from compaction.supersede import Supersession, find_supersessions, supersession_of_merge
@@ -176,13 +176,11 @@ class Selection:
 @dataclass(slots=True)
 class RunReport:
     """Result of a run. `known_failures`: those of `failures` that an earlier run has reported. `chain_count`,
-    `level_count`: the numbers of selected chains, and of levels of the policy; `waiting`: the segments that it left
-    unmerged, by chain and level.
+    `level_count`: the numbers of selected chains, and of levels of the policy.
     """
 
     chain_count: int = field(default=0, init=False, compare=False)
     level_count: int = field(default=0, init=False, compare=False)
-    waiting: dict[tuple[Chain, int], WaitingSegments] = field(default_factory=dict, init=False, compare=False)
     retention: RetentionReport = field(default_factory=RetentionReport)
     merged: list[MergedSegment] = field(default_factory=list)
     tombstones: list[str] = field(default_factory=list)
@@ -196,7 +194,7 @@ class RunReport:
 class ChainSurvey:
     """The work to do in one chain, or in one window of it. `in_use`: keys of segments that contain some of `unproved`
     and that an earlier survey of the same listing merges. `deletable`, `snapshots`: segments and snapshots that may
-    be deleted now; `waiting`: the segments that are not merged yet, for each policy; only a preview fills these.
+    be deleted now; only a preview fills these.
     """
 
     chain: Chain
@@ -206,7 +204,6 @@ class ChainSurvey:
     in_use: frozenset[str] = frozenset()
     deletable: tuple[SegmentRef, ...] = ()
     snapshots: tuple[SnapshotRef, ...] = ()
-    waiting: tuple[WaitingSegments, ...] = ()
 
     @property
     def segments(self) -> int:
@@ -299,19 +296,14 @@ class Compaction:
         batch: list[ChainSurvey] = []
         count = 0
         for chain, listed in zip(chains, in_parallel(self._list_chain, chains), strict=True):
-            waiting = self._new_waiting(chain, selection, now or listed.segments.newest)
-            for survey in self._survey(chain, listed, waiting, damaged):
+            for survey in self._survey(chain, listed, selection, now, damaged):
                 batch.append(survey)
                 count += survey.segments
                 if count >= self._batch:
                     yield batch
                     batch.clear()  # before the next one is gathered: the caller still has the list
                     count = 0
-            self._report.waiting.update({(chain, each.policy.from_): each for each in waiting if each.segments})
         yield batch
-
-    def _new_waiting(self, chain: Chain, selection: Selection, now: float) -> tuple[WaitingSegments, ...]:
-        return tuple(WaitingSegments(chain, policy, now) for policy in self._select_policies(selection))
 
     def _list_chain(self, chain: Chain) -> TombstoneIndex:
         listed = self._index(chain, self._store.table(chain), self._tombstones.names(chain))
@@ -332,10 +324,10 @@ class Compaction:
         return [policy for policy in self._policies if selection.level in (None, policy.from_)]
 
     def _survey(
-        self, chain: Chain, listed: TombstoneIndex, waiting: Sequence[WaitingSegments], damaged: frozenset[str]
+        self, chain: Chain, listed: TombstoneIndex, selection: Selection, now: float, damaged: frozenset[str]
     ) -> Iterator[ChainSurvey]:
         segments, buried = listed.segments, listed.superseded_mask()
-        planners = [Planner(each.policy, each.now, each) for each in waiting]
+        planners = [Planner(policy, now or segments.newest) for policy in self._select_policies(selection)]
         held: list[list[Supersession]] = []
         until = max((planner.old_before for planner in planners), default=0.0)
         merged: set[str] = set()  # inputs of the merges so far that contain a segment in `held`
@@ -541,11 +533,10 @@ class Compaction:
 
     def _preview(self, chain: Chain, selection: Selection, now: float, expired: frozenset[str]) -> ChainSurvey:
         listed = self._list_chain(chain)
-        waiting = self._new_waiting(chain, selection, now or listed.segments.newest)
-        surveys = list(self._survey(chain, listed, waiting, expired))
+        surveys = list(self._survey(chain, listed, selection, now, expired))
         outputs = tuple(output for survey in surveys for output in survey.outputs)
         unproved = tuple(leftover for survey in surveys for leftover in survey.unproved)
-        found = ChainSurvey(chain, outputs, unproved, tuple(listed.problems), waiting=waiting)
+        found = ChainSurvey(chain, outputs, unproved, tuple(listed.problems))
         if self._grace is None:
             return found
         due = listed.deletable(now or listed.segments.newest, self._grace)

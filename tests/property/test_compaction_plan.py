@@ -1,21 +1,19 @@
 """Properties of every plan of compaction, for any segments and any windows of a chain."""
 
-import math
-import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.archive.segment import SegmentRef
 from common.sequences import holes
-from compaction.plan import Planner, WaitingSegments, blocks
+from compaction.plan import Planner, blocks
 from compaction.run import Compaction, LocalRunner, RunReport, Selection
-from compaction.supersede import find_supersessions, may_supersede, unsuperseded
+from compaction.supersede import find_supersessions, may_supersede
 from compaction.tombstones import Tombstone
 from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, begun, index_of, plan, ref, refs, rows, table_of
 
@@ -58,52 +56,6 @@ def test_a_quiet_chain_is_compacted_once_it_has_waited(count, policy):
     policy = replace(policy, min_count=3, max_size=10**9, max_count=10**6)
     [output] = plan(segments, policy, NOW + policy.min_age + policy.max_wait + 1)
     assert output.inputs == tuple(segments)
-
-
-@settings(max_examples=150)
-@given(SEGMENTS, POLICIES, st.integers(-500, 3000))
-def test_what_waits_is_merged_at_the_moment_that_is_forecast_and_not_before(segments, policy, later):
-    """Check the forecast if no segment is added and all segments due now are merged."""
-    now = NOW + later
-    due = {s.key for output in plan(segments, policy, now) for s in output.inputs}
-    left = [s for s in unsuperseded(segments, policy.from_) if s.key not in due]
-    waiting = WaitingSegments(CHAIN, policy, now)
-    plan(segments, policy, now, waiting=waiting)
-    at, key = waiting.next_merge()
-    assert (waiting.segments, waiting.size) == (len(left), sum(s.size for s in left))
-    young = [
-        b for b in blocks(unsuperseded(segments, policy.from_)) if any(now - s.modified < policy.min_age for s in b)
-    ]
-    assert (waiting.young, waiting.young_bytes) == (sum(map(len, young)), sum(s.size for block in young for s in block))
-    assert waiting.young_until == min((max(s.modified for s in b) + policy.min_age for b in young), default=math.inf)
-    assert waiting.largest < max(policy.min_size, 1)
-    assert 0 <= waiting.too_few <= waiting.small
-    if at == math.inf:
-        assert (key, plan(left, policy, now + 10**6)) == ("", [])
-        return
-    assert at > now
-    assert key in ("min_age", "max_wait")
-    assert plan(left, policy, math.nextafter(at, 0)) == []
-    [first, *_] = plan(left, policy, at)
-    assert first.inputs
-    assert plan(left, policy, at + 1000), "and it stays due"
-
-
-def test_few_segments_of_a_very_long_run_that_is_young_are_kept():
-    policy = TestPolicy(min_age=10**6, max_wait=10**7, min_count=10, max_count=100, min_size=10**9, max_size=10**9)
-    segments = [ref(n * 10 + 1, n * 10 + 10, age=500_000 - n) for n in range(20_000)]
-    waiting = WaitingSegments(CHAIN, policy, NOW)
-    planner = Planner(policy, NOW, waiting)
-    tracemalloc.start()
-    try:
-        for window in range(0, len(segments), 500):
-            planner.add(blocks(segments[window : window + 500]))
-        planner.end()
-        held = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert held < 500_000
-    assert (waiting.young, waiting.next_merge()) == (20_000, (segments[99].modified + 10**6, "min_age"))
 
 
 @given(SEGMENTS)
@@ -154,15 +106,12 @@ def cut(segments, size):
 
 @given(SEGMENTS, POLICIES, st.integers(1, 6))
 def test_a_plan_is_the_same_whatever_the_windows(segments, policy, size):
-    parted, whole = WaitingSegments(CHAIN, policy, NOW), WaitingSegments(CHAIN, policy, NOW)
-    planner, outputs = Planner(policy, NOW, parted), []
+    planner, outputs = Planner(policy, NOW), []
     for window in cut(segments, size):
         outputs += planner.add(blocks(window))
     outputs += planner.end()
-    assert outputs == plan(segments, policy, NOW, waiting=whole)
+    assert outputs == plan(segments, policy, NOW)
     assert not planner.open_segments
-    assert parted.next_merge() == whole.next_merge()
-    assert parted == whole
 
 
 @given(SEGMENTS, st.integers(1, 6))

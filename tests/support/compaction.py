@@ -26,7 +26,7 @@ from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
 from common.sequences import SequenceRange, cover
-from compaction.plan import Output, Planner, WaitingSegments, blocks
+from compaction.plan import Output, Planner, blocks
 from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, RunReport, Selection
 from compaction.tombstones import Tombstone, TombstoneIndex
@@ -175,15 +175,10 @@ def left_over(archive: Archive) -> list[str]:
 
 
 def plan(
-    segments: Sequence[SegmentRef],
-    policy: TestPolicy,
-    now: float,
-    *,
-    damaged: AbstractSet[str] = frozenset(),
-    waiting: WaitingSegments | None = None,
+    segments: Sequence[SegmentRef], policy: TestPolicy, now: float, *, damaged: AbstractSet[str] = frozenset()
 ) -> list[Output]:
     """Return the outputs that are due among one chain's `segments` (all levels), planned in one window."""
-    planner = Planner(policy, now, waiting)
+    planner = Planner(policy, now)
     return [*planner.add(blocks(s for s in segments if s.key not in damaged)), *planner.end()]
 
 
