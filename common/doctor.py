@@ -619,10 +619,9 @@ _CONDITIONS_MEANING = (
 _NO_CONDITIONS_MEANING = (
     "segments, captures, snapshots and tombstones have digests in their names: they are put without a condition and "
     "read back; stream.json, chain.json, starts and accepted gaps are claimed in the state bucket of the role before "
-    "they are put. Writes without such a claim are refused with E-STORE-CONDITIONS: retention, which raises floors, "
-    "and the sign-offs of `floe segments verify --since-last`"
+    "they are put. Writes without such a claim are refused with E-STORE-CONDITIONS: retention, which raises floors"
 )
-_OTHER_STORE = "none needed without retention and sign-offs; else use a store that supports conditions"
+_OTHER_STORE = "none needed without retention; else use a store that supports conditions"
 _SAME_NAME_REMEDY = "never run two sites under one name; use a newer version of the store if there is one"
 
 

@@ -117,40 +117,29 @@ def compact(
 @click.command()
 @chains_argument
 @click.option("--deep", is_flag=True, help="Read every row, and compare levels row by row.")
-@click.option(
-    "--since-last",
-    is_flag=True,
-    help="Read only segments that no earlier run with --since-last has signed off, and sign them off.",
-)
 @config_command
-def verify(config: str, what: str | None, deep: bool, since_last: bool, as_json: bool) -> int:
+def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     """Find holes, damaged segments and levels that disagree, in all chains or in those that are named.
 
     Exit 3 if there is any problem. Foreign keys are counted and named, and are not a problem. The last line on stderr
     states the amount that was read, and the number of problems.
 
-    With --since-last all segments are listed, so that any hole is found. Segments that an earlier run has signed off
-    are not read again; runs with --deep have their own sign-offs. It needs the right to write below _floe/verify/.
-
     \b
-    Examples:
+    Example:
       floe segments verify -c central.yaml us-east/NODES --deep
-      floe segments verify -c central.yaml --deep --since-last
     """
     from common.archive.catalog import configured_feeds, select_chains
     from common.archive.checks import find_foreign_keys
     from compaction import report
-    from compaction.sign_off import SignOffStore
     from compaction.verify import known_chains, verify_chains
 
     settings = load_settings(config, quiet=True)
     store, chains = open_for_work(settings)
     with closing(store):
         selected = select_chains(chains, what, configured_feeds(settings)) if what else known_chains(chains)
-        signed = SignOffStore(store.objects, store.layout, deep=deep) if since_last else None
         with closing(_VerifyProgress(len(selected), SystemClock())) as bar:
             found = verify_chains(
-                store, chains, selected, deep=deep, on_segment=bar, sign_offs=signed, on_listed=bar.listed
+                store, chains, selected, deep=deep, on_segment=bar, on_listed=bar.listed
             )
         places = [place for chain in selected for place in store.layout.chain_prefixes(chain)] if what else []
         foreign = find_foreign_keys(store.objects, store.layout, places)
@@ -159,9 +148,7 @@ def verify(config: str, what: str | None, deep: bool, since_last: bool, as_json:
     if as_json:
         print_json([report.verify_json(chain) for chain in found] + report.foreign_json(foreign))
     else:
-        columns = report.VERIFY_COLUMNS if since_last else report.VERIFY_COLUMNS[:-1]
-        rows = [*map(report.verify_row, found), report.verify_total(found, foreign)]
-        print_table([row[: len(columns)] for row in rows], columns)
+        print_table([*map(report.verify_row, found), report.verify_total(found, foreign)], report.VERIFY_COLUMNS)
         for line in foreign.lines():
             click.echo(line, err=True)
         _print_quarantine_commands(foreign.keys)
@@ -169,14 +156,9 @@ def verify(config: str, what: str | None, deep: bool, since_last: bool, as_json:
     for chain, problem in problems:
         text = f"{chain}: {problem.kind}: {problem.text}"
         click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").as_text(), err=True)
-    unsigned = [(chain.chain, chain.sign_off_error) for chain in found if chain.sign_off_error is not None]
-    for chain, refusal in unsigned:
-        click.echo(f"{chain}: the segments read are not signed off: {refusal.as_text()}", err=True)
     if not as_json:
         click.echo(report.verify_line(found, deep=deep), err=True)
-    if problems:
-        return DataError.exit_code
-    return next((refusal.exit_code for _, refusal in unsigned if refusal.code != "E-STORE-CONTENDED"), 0)
+    return DataError.exit_code if problems else 0
 
 
 def check_compaction(settings: Settings, given: Thresholds) -> CheckResult:

@@ -13,29 +13,17 @@ from common.archive.checks import ForeignKeys
 from common.archive.documents import SnapshotRef
 from common.archive.keys import SegmentName
 from common.archive.segment import SegmentRef
-from common.clock import NS_PER_S, format_time
 from common.metrics import gauge
 from common.settings.types import format_count, size_words
 from compaction.plan import Output
 from compaction.retention import RetentionReport
 from compaction.run import ChainSurvey, RunReport
-from compaction.sign_off import SignOff
 from compaction.verify import FINDINGS, ChainReport, LevelReport
 
 Ref = TypeVar("Ref", SegmentRef, SnapshotRef, CaptureRef)
 
 RUN_COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
-VERIFY_COLUMNS = (
-    "chain",
-    "coverage",
-    "segments",
-    "bytes",
-    "overlapping",
-    "accepted",
-    "problems",
-    "findings",
-    "signed_off",
-)
+VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "accepted", "problems", "findings")
 
 
 def report_rows(report: RunReport) -> list[list[object]]:
@@ -210,7 +198,6 @@ def verify_row(report: ChainReport) -> list[object]:
         " ".join(map(str, report.accepted)) or None,
         len(report.problems),
         _findings(report.findings()),
-        _signed_off(report.former_sign_off),
     ]
 
 
@@ -224,17 +211,11 @@ def verify_total(reports: Sequence[ChainReport], foreign: ForeignKeys) -> list[o
     levels = " ".join(f"{level}:{count}" for level, count in sorted(segments.items())) or None
     size, overlapping = sum(each.size for each in reports), sum(each.overlapping for each in reports)
     problems = sum(len(each.problems) for each in reports)
-    return ["total", None, levels, size, overlapping, None, problems, _findings(findings), None]
+    return ["total", None, levels, size, overlapping, None, problems, _findings(findings)]
 
 
 def _findings(counts: Mapping[str, int]) -> str | None:
     return " ".join(f"{finding}:{counts[finding]}" for finding in FINDINGS if counts[finding]) or None
-
-
-def _signed_off(former: SignOff | None) -> str | None:
-    if former is None or not former.fingerprints:
-        return None
-    return f"up to {former.end} on {format_time(int(former.written_at) * NS_PER_S)}"
 
 
 def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
@@ -242,9 +223,7 @@ def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
     segments = sum(count for each in reports for count in each.segments.values())
     read = f"{format_count(segments, 'segment')} of {format_count(len(reports), 'chain')}"
     rows, size = sum(each.rows for each in reports), sum(each.size for each in reports)
-    skipped = sum(each.skipped for each in reports)
-    but = f", except {format_count(skipped, 'segment')} that earlier runs signed off" if skipped else ""
-    how = f"every row was read{but}" if deep else f"checksums and footers{but}; --deep reads every row"
+    how = "every row was read" if deep else "checksums and footers; --deep reads every row"
     problems = sum(len(each.problems) for each in reports)
     well = format_count(problems, "problem") if problems else "all is well"
     return f"{well}: {read}, {format_count(rows, 'row')}, {size_words(size)} ({how})"
@@ -274,8 +253,6 @@ def verify_json(report: ChainReport) -> dict[str, Any]:
         ],
         "levels": {str(level): _level_json(found) for level, found in report.levels.items()},
         "findings": report.findings(),
-        "skipped": report.skipped,
-        "signed_off": (former := report.former_sign_off) and {"last": former.end, "at": former.written_at},
     }
 
 

@@ -12,7 +12,6 @@ segments that overlap are in one task, so that a task needs no other.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,14 +29,13 @@ from common.archive.store import SegmentGone, SegmentStore, quarantine_command
 from common.archive.table import WINDOW_SEGMENTS, SegmentTable
 from common.archive.unread import StretchReader, UnreadableSegment, open_stretch, reading
 from common.chain import Chain
-from common.errors import DataError, FloeError, Unavailable
+from common.errors import DataError, FloeError
 from common.objects.port import DeletedObject, VersionedStore
-from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, cover, holes
+from common.sequences import CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.merge import union
 from compaction.plan import blocks
 from compaction.run import in_parallel, late_rows_remedies
-from compaction.sign_off import SignOff, SignOffStore, fingerprint
 from compaction.supersede import Supersession, find_supersessions
 
 CONCURRENT_REQUESTS = 8
@@ -97,9 +95,6 @@ class ChainReport:
     merged row counts in each of them. `overlapping`: segments that share sequences with another one of their level,
     which costs space and is no fault. `contained`: segments that others may supersede, which is no fault either.
     `accepted`: holes that an operator has accepted. `foreign`: keys among those of the chain that are not Floe's.
-
-    `skipped`: segments that were not checked again, because an earlier run, `former_sign_off`, has signed them off
-    (None: this was not requested). `sign_off_error`: the error that prevented this run's own sign-off.
     """
 
     chain: Chain
@@ -109,9 +104,6 @@ class ChainReport:
     overlapping: int = field(default=0, init=False)
     contained: int = field(default=0, init=False)
     foreign: int = field(default=0, init=False)
-    skipped: int = field(default=0, init=False)
-    former_sign_off: SignOff | None = field(default=None, init=False)
-    sign_off_error: FloeError | None = field(default=None, init=False)
     accepted: list[SequenceRange] = field(default_factory=list, init=False)
     problems: list[VerifyProblem] = field(default_factory=list, init=False)
 
@@ -142,15 +134,13 @@ class VerifyTask:
 
 @dataclass(slots=True)
 class VerifyResult:
-    """Result of a task. `sound_places`: of sound segments in the task. `unsettled`: sequences for which the next run
-    may find something else though nothing new is stored. `problems`: with single segments; `cross_problems`: with
-    several.
+    """Result of a task. `sound_places`: of sound segments in the task. `problems`: with single segments;
+    `cross_problems`: with several.
     """
 
     sound_places: list[int] = field(default_factory=list)
     rows: int = 0
     contained: int = 0
-    unsettled: list[SequenceRange] = field(default_factory=list)
     accepted: list[SequenceRange] = field(default_factory=list)
     problems: list[VerifyProblem] = field(default_factory=list)
     cross_problems: list[VerifyProblem] = field(default_factory=list)
@@ -186,20 +176,18 @@ def verify_chains(
     deep: bool = False,
     window: int = WINDOW_SEGMENTS,
     on_segment: OnSegment | None = None,
-    sign_offs: SignOffStore | None = None,
     on_listed: OnListed = lambda _chain, _segments: None,
 ) -> list[ChainReport]:
     """Return a report of each selected chain. Raises the errors of the store; problems of the data are in the reports.
 
     Segments that are deleted meanwhile are skipped, if others account for them. `window`: the number of segments that
-    are checked together at least. `on_segment`: called with each sound segment after its check. `sign_offs`:
-    segments in them are not checked again, unless they overlap something new; segments that are found sound are added.
+    are checked together at least. `on_segment`: called with each sound segment after its check.
     `on_listed`: called with each chain and the number of its segments, before the first of them is checked.
     """
     reports: list[ChainReport] = []
 
     def begin(chain: Chain) -> tuple[_Verification, SegmentTable]:
-        verification = _Verification(store, chains, chain, sign_offs, deep=deep)
+        verification = _Verification(store, chains, chain, deep=deep)
         return verification, verification.begin()
 
     # Ahead of their turn, because a small chain mostly waits for its documents. A deep check takes too long for that.
@@ -216,20 +204,17 @@ class _Verification:
 
     `_after_end`: segments that reach beyond the end of the incarnation, `_end`. `_first`: the sequence at which the
     chain must begin, None if unknown; `_tail`: the end that its tail states, 0 if there is no tail. `_absent`: keys of
-    missing documents. `_fingerprints`: of segments that may be signed off.
+    missing documents.
     """
 
-    def __init__(
-        self, store: SegmentStore, chains: ChainStore, chain: Chain, sign_offs: SignOffStore | None, *, deep: bool
-    ) -> None:
+    def __init__(self, store: SegmentStore, chains: ChainStore, chain: Chain, *, deep: bool) -> None:
         self.chain, self._store, self._chains, self._deep = chain, store, chains, deep
-        self._report, self._sign_offs = ChainReport(chain), sign_offs
-        self._former = sign_offs.read(chain) if sign_offs else SignOff()
+        self._report = ChainReport(chain)
         self._cross_problems: list[VerifyProblem] = []
         self._accepted_in_windows: list[SequenceRange] = []
         self._accepted: list[SequenceRange] = []
         self._covered, self._after_end = CoverageSet(), SegmentTable()
-        self._fingerprints, self._absent = array("Q"), list[str]()
+        self._absent = list[str]()
         self._first: int | None = None
         self._end: int | None = None
         self._tail = self._other_partitions = 0
@@ -249,9 +234,6 @@ class _Verification:
             task: list[SegmentRef] = []
             size = 0
             for block in blocks(table.iter_refs(each)):
-                if self._former.fingerprints and all(segment in self._former for segment in block):
-                    self._skip_signed_off(block)
-                    continue
                 added = sum(segment.size for segment in block) if self._deep else 0
                 if task and size + added > TASK_MAX_BYTES:
                     yield self._task(task)
@@ -317,27 +299,15 @@ class _Verification:
                 text += f", nor in {self._other_partitions} other partitions" if self._other_partitions else ""
                 self._report.problems.append(VerifyProblem("document", text, hint, finding_override="missing"))
 
-    def _skip_signed_off(self, segments: Sequence[SegmentRef]) -> None:
-        self._add(segments)
-        self._report.skipped += len(segments)
-        self._report.contained += sum(len(s.superseded) for s in find_supersessions(segments))
-        self._fingerprints.extend(map(fingerprint, segments))
-
     def add_result(self, task: VerifyTask, result: VerifyResult) -> None:
         """Add the result of a task; the tasks of one chain in their order."""
-        report, sound = self._report, [task.segments[place] for place in result.sound_places]
-        self._add(sound)
+        report = self._report
+        self._add([task.segments[place] for place in result.sound_places])
         report.rows += result.rows
         report.contained += result.contained
         report.problems += result.problems
         self._cross_problems += result.cross_problems
         self._accepted_in_windows += result.accepted
-        if self._sign_offs is not None:
-            redo = result.unsettled + [p.rows for p in (*result.problems, *result.cross_problems) if p.rows is not None]
-            if self._end is not None:
-                redo.append(SequenceRange(min(self._end + 1, MAX_SEQUENCE), MAX_SEQUENCE))
-            right = (s for s in sound if not any(s.coverage.overlaps(rows) for rows in redo))
-            self._fingerprints.extend(map(fingerprint, right))
 
     def _add(self, segments: Sequence[SegmentRef]) -> None:
         """Count sound segments. No other segment may overlap any of them."""
@@ -356,7 +326,7 @@ class _Verification:
     # The whole chain
 
     def finish(self) -> ChainReport:
-        """Return the report, after all tasks were taken; sign off the segments that may be."""
+        """Return the report, after all tasks were taken."""
         report = self._report
         # Read at the end: sequences that retention has deleted meanwhile are no hole.
         floor = self._read(lambda: self._chains.read_floor(self.chain))
@@ -366,9 +336,6 @@ class _Verification:
         self._check_end()
         report.accepted += self._accepted_in_windows
         report.problems += self._cross_problems
-        if self._sign_offs is not None:
-            report.former_sign_off = self._former
-            report.sign_off_error = self._sign_off(self._sign_offs)
         return report
 
     def _check_coverage(self) -> None:
@@ -398,22 +365,6 @@ class _Verification:
             text += f"incarnation, {self._end}: no target gets them"
             self._report.problems.append(VerifyProblem("behind", text, leftover_remedies(self.chain, rows), rows))
 
-    def _sign_off(self, sign_offs: SignOffStore) -> FloeError | None:
-        """Write the sign-off; return the error if that fails. A problem without a range, such as an unreadable
-        document, may concern any sequence: then the former sign-off stays.
-        """
-        report, problems = self._report, self._report.problems
-        if report.coverage is None or any(problem.rows is None for problem in problems):
-            return None
-        first = min((problem.rows.first for problem in problems if problem.rows), default=report.coverage.last + 1)
-        try:
-            if not sign_offs.write(self.chain, self._former, first - 1, self._fingerprints):
-                why = f"another run has signed {self.chain} off meanwhile, or it has too many segments"
-                return Unavailable(why, hint="the next run reads the unsigned segments again", code="E-STORE-CONTENDED")
-        except FloeError as error:
-            return error
-        return None
-
 
 class _TaskCheck:
     """Check of the segments of one task. Raises the errors of the store; problems of the data are in the result."""
@@ -428,8 +379,6 @@ class _TaskCheck:
         self._check_levels(segments, footers)
         if self._task.deep:
             self._check_rows(segments)
-        # Gone sequences may be accepted later.
-        self._result.unsettled += [s.coverage for s in segments if footers[s.key].unread is not None]
         return self._result
 
     def _footers(self) -> dict[str, Footer]:
@@ -485,9 +434,8 @@ class _TaskCheck:
             # Late rows may have been united into it: of the sequences that those below had not read, and no others.
             unread = sum(footers[s.key].ledger.unread() for s in below)
             if others or size > len(above.coverage):
-                # They may be compared once another segment is gone, so they are read again until then.
-                self._result.unsettled.append(above.coverage)
-            elif not (holes([s.coverage for s in below], above.coverage) or rows <= found <= rows + unread):
+                continue  # they can be compared once another segment is gone
+            if not (holes([s.coverage for s in below], above.coverage) or rows <= found <= rows + unread):
                 text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, found {found}"
                 self._result.cross_problems.append(VerifyProblem("rows", text, rows=above.coverage))
 
@@ -501,9 +449,7 @@ class _TaskCheck:
                 hint = "\n".join([f"{error.hint}:", *map(quarantine_command, error.keys)])
                 self._result.cross_problems.append(VerifyProblem("fork", error.message, hint, within))
             except UnreadableSegment as found:
-                if found.is_gone:
-                    self._result.unsettled.append(within)
-                else:  # it was sound when it was checked
+                if not found.is_gone:  # it was sound when it was checked
                     self._result.cross_problems.append(VerifyProblem("damaged", found.error.message, rows=within))
         for supersession in find_supersessions(segments):
             self._result.cross_problems += self._missing_rows(supersession)
@@ -514,8 +460,8 @@ class _TaskCheck:
                 prove_by_reading(self._store, part)
             except DataError as error:
                 if isinstance(error, SegmentGone):
-                    self._result.unsettled += [segment.coverage for segment in part.superseded]
-                elif len(part.superseded) > 1:
+                    continue
+                if len(part.superseded) > 1:
                     yield from self._missing_rows(part)
                 elif error.code != "E-FORK":  # reported above
                     late = "the next `floe compact` merges it with the segment that covers it"

@@ -180,7 +180,7 @@ ROLES = (
             READ_ALL,
             KeyRights((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
             KeyRights(DELETE, ("_floe/site=*/state/*", *CAPTURE_KEYS)),
-            KeyRights(PUT, ("_floe/site=*/floor.json", "_floe/verify/*")),
+            KeyRights(PUT, ("_floe/site=*/floor.json",)),
         ),
     ),
     RoleRights(
@@ -203,9 +203,7 @@ ROLES = (
         (SubjectRights(TARGET_READ), SubjectRights(STATE), INBOX),
         (
             READ_ALL,
-            KeyRights(
-                PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*", "_floe/verify/*", AUDIT_KEYS)
-            ),
+            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*", AUDIT_KEYS)),
             KeyRights(DELETE, ("site=*",)),
         ),
         note=" (of `egress` and `ingress` it asks only the monitor)",

@@ -13,7 +13,6 @@
     {prefix}/_floe/tombstones/runs/{all, site={site}/all, site={site}/feed={feed}/all}.json
     {prefix}/_floe/quarantine/{digest}/{key}
     {prefix}/_floe/alive/{site}/{process}
-    {prefix}/_floe/verify/{chain}/{shallow,deep}.json
     {prefix}/_floe/audit/{time}[/site={site}]/{digest}.json
     {prefix}/_floe/compare/{chain}/{copy}.json
 
@@ -53,8 +52,7 @@ _TOMBSTONE = re.compile(rf"_floe/tombstones/{_CHAIN}/{_BOUNDS}-{_DIGEST}\.json")
 _CHAIN_OBJECT = re.compile(
     rf"_floe/{_INCARNATION}/(?:stream\.json|{_PARTITION}/(?:chain\.json|floor\.json|gaps/{_BOUNDS}\.json))"
 )
-_VERIFY_RESULT = re.compile(rf"_floe/verify/{_CHAIN}/(?:shallow|deep)\.json")
-_IN_CHAIN = re.compile(rf"(?:_floe/(?:compare/|tombstones/|verify/)?)?{_CHAIN}/.+", re.DOTALL)
+_IN_CHAIN = re.compile(rf"(?:_floe/(?:compare/|tombstones/)?)?{_CHAIN}/.+", re.DOTALL)
 # Objects under these prefixes have rules of their own.
 _OTHER_OBJECTS = re.compile(
     rf"_floe/(?:(?:probe|ingress|alive|audit|quarantine|compare|site={_ENCODED}/feed={_ENCODED}/probe"
@@ -147,7 +145,7 @@ class Layout:
 
     def chain_prefixes(self, chain: Chain) -> tuple[str, ...]:
         path = _chain_path(chain)
-        folders = ("", "_floe/", "_floe/tombstones/", "_floe/verify/")
+        folders = ("", "_floe/", "_floe/tombstones/")
         return tuple(self._under(f"{folder}{path}/") for folder in folders)
 
     def chain_of_key(self, key: str) -> Chain | None:
@@ -172,7 +170,7 @@ class Layout:
 
     def _is_document(self, key: str) -> bool:
         relative = self._relative(key)
-        named = _CHAIN_OBJECT.fullmatch(relative) or _VERIFY_RESULT.fullmatch(relative)
+        named = _CHAIN_OBJECT.fullmatch(relative)
         of_chain = _chain(named) or self.parse_state(key) or self.parse_tail(key) or self.parse_capture(key)
         return of_chain is not None or _OTHER_OBJECTS.fullmatch(relative) is not None
 
@@ -349,9 +347,6 @@ class Layout:
             return None
         site, feed = (None if part is None else decode(part) for part in match.group("site", "feed"))
         return (site, feed) if self.run(site, feed) == key else None
-
-    def verify_result(self, chain: Chain, *, deep: bool) -> str:
-        return self._under(f"_floe/verify/{_chain_path(chain)}/{'deep' if deep else 'shallow'}.json")
 
     def audit_prefix(self, at_ns: int | None = None) -> str:
         """Return the prefix of the audit records; with a time (ns since 1970) of those of its millisecond. It sorts

@@ -195,9 +195,7 @@ def _disable_redirects(context: dict[str, Any], **_: object) -> None:
 
 
 KEYS_PER_PAGE = 1000
-CONDITIONS_HINT = (
-    "concurrent writes are claimed in the state bucket; retention and sign-offs need a store with conditions"
-)
+CONDITIONS_HINT = "concurrent writes are claimed in the state bucket; retention needs a store with conditions"
 
 T = TypeVar("T")
 

@@ -23,7 +23,6 @@ from compaction import verify
 from compaction.merge import MergedSegment
 from compaction.plan import Output
 from compaction.run import Compaction, RunReport, Selection, prove_rows
-from compaction.sign_off import SignOffStore
 from tests.support.compaction import TestPolicy
 
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
@@ -117,9 +116,8 @@ def sound(_store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer:
 
 
 def verified(objects: Any, reports: list[verify.ChainReport]) -> None:
-    """Verify as a nightly run does, which skips signed-off segments."""
-    sign_offs, chains = SignOffStore(objects, LAYOUT, deep=False), ChainStore(objects, LAYOUT)
-    reports += verify.verify_chains(SegmentStore(objects, LAYOUT), chains, [CHAIN], sign_offs=sign_offs, window=200)
+    chains = ChainStore(objects, LAYOUT)
+    reports += verify.verify_chains(SegmentStore(objects, LAYOUT), chains, [CHAIN], window=200)
 
 
 def growth(work: Callable[[], object]) -> float:
@@ -150,11 +148,9 @@ def test_a_run_over_many_segments_keeps_few_of_them_in_memory() -> None:
     assert (many - few) / (MANY - FEW) < 100, "bytes for each segment more"
 
 
-def test_verify_keeps_few_of_many_segments_and_sign_offs_in_memory() -> None:
+def test_verify_keeps_few_of_many_segments_in_memory() -> None:
     stores = [Endless(count, count // 1000) for count in (FEW, MANY)]
     reports: list[verify.ChainReport] = []
-    for most in (60, 80):  # with nothing signed off, and with all
-        few, many = (growth(partial(verified, each, reports)) for each in stores)
-        assert (many - few) / (MANY - FEW) < most, "bytes for each segment more"
-    assert [report.skipped for report in reports] == [0, 0, FEW + FEW // 1000, MANY + MANY // 1000]
+    few, many = (growth(partial(verified, each, reports)) for each in stores)
+    assert (many - few) / (MANY - FEW) < 60, "bytes for each segment more"
     assert all(report.problems == [] for report in reports)

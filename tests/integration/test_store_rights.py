@@ -194,10 +194,7 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles, clien
     for command in (["segments", "verify"], ["status"]):
         assert f"does not read: 1\n  {junk}\n" in (await roles.run("replay", *command)).err
     for role, how in (("operator", "--deep"), ("compaction", "--json")):
-        await roles.run(role, "segments", "verify", "--since-last", how)
-        again = await roles.run(role, "segments", "verify", "--since-last", how)
-    found, *_ = again.json()
-    assert found["skipped"] == sum(found["segments"].values())
+        await roles.run(role, "segments", "verify", how)
     await roles.run("replay", "gap", "ls")
     await roles.run("operator", "segments", "quarantine", junk)
     assert store.objects.head(junk) is None

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import json
-from array import array
 from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
 
-from common import failpoints
 from common.archive import store as segment_store
 from common.archive.captures import CapturedConfig, CaptureStore
 from common.archive.checks import ForeignKeys, find_foreign_keys
 from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
-from common.archive.segment import Reason, SegmentRef
+from common.archive.segment import Reason
 from common.chain import Chain
 from common.errors import Refused
 from common.objects.open import open_objects
 from common.sequences import SequenceRange
 from common.settings.root import StoreSettings
-from compaction.sign_off import SignOff, SignOffStore
 from compaction.verify import ChainReport, VerifyProblem, check_segment, known_chains, verify_chains
 from tests.support.basics import PATIENCE, SharedS3
 from tests.support.commands import invoke
-from tests.support.compaction import CHAIN, OTHER, Archive, begun, rows, run
+from tests.support.compaction import CHAIN, OTHER, Archive, begun, rows
+from tests.support.stores import raising
 
 NEXT = CHAIN.next_incarnation()
 
 
 class Site:
-    """An archive that is verified again and again. `read`: the segments that the last run read."""
+    """An archive that is verified again and again."""
 
     def __init__(self, folder: Path, *chains: Chain) -> None:
         self.archive = begun(folder, *chains)
@@ -39,18 +37,10 @@ class Site:
         self.captures = CaptureStore(self.archive.layout, self.archive.objects)
         self.config = folder / "floe.yaml"
         self.config.write_text(f"store: {{url: 'file://{folder}/store'}}\nspool_dir: {folder}/spool\n")
-        self.read: list[str] = []
 
-    def verify(self, *, deep: bool = True, since_last: bool = True) -> ChainReport:
-        store, self.read = self.archive.store, []
-        sign_offs = SignOffStore(store.objects, store.layout, deep=deep) if since_last else None
-        [found] = verify_chains(
-            store, self.chains, [CHAIN], deep=deep, on_segment=self._on_segment, sign_offs=sign_offs
-        )
+    def verify(self, *, deep: bool = True) -> ChainReport:
+        [found] = verify_chains(self.archive.store, self.chains, [CHAIN], deep=deep)
         return found
-
-    def _on_segment(self, ref: SegmentRef, _footer: object) -> None:
-        self.read.append(f"{ref.level}:{ref.coverage}")
 
     async def command(self, *options: str, code: int = 0) -> Any:
         done = await invoke("segments", "verify", "-c", str(self.config), *options)
@@ -110,7 +100,6 @@ async def test_findings_are_counted_for_each_chain_and_in_total(tmp_path: Path):
     assert ({name: chain["levels"]["0"][name] for name in low}, chain["levels"]["1"]["segments"]) == (low, 1)
 
     lines = (await site.command(code=3)).out.splitlines()
-    assert "signed_off" not in lines[0]
     assert lines[1].endswith("found:1 foreign:1")
     assert lines[2].endswith("found:4 delayed:1 missing:1 damaged:1 divergent:1 contained:1")
     assert lines[3].split()[0] == "total"
@@ -182,114 +171,27 @@ def test_deep_proves_every_byte_of_a_segment_of_any_size(site: Site, monkeypatch
     assert unnoticed, "the name proves more than the pages do"
 
 
-# Segments that are not read again
-
-
-def test_a_nightly_run_reads_new_segments(site: Site):
-    for skipped in (0, 4):  # a run that is not deep signs nothing off for one that is
-        assert site.verify(deep=False).skipped == skipped
-    first = site.verify()
-    assert (first.problems, first.skipped, len(site.read)) == ([], 0, 4)
-    again = site.verify()
-    assert (again.problems, again.skipped, again.rows, site.read) == ([], 4, 0, [])
-    assert (again.former_sign_off.end, again.coverage, again.segments) == (40, SequenceRange(1, 40), {0: 4})
-
-    site.archive.put(41, 50)
-    assert (site.verify().skipped, site.read) == (4, ["0:41..50"])
-    assert site.verify().former_sign_off.end == 50  # type: ignore[union-attr]
-    assert site.read == []
-
-    # Merged: a new level over signed-off segments is new, with everything that it overlaps.
-    run(site.archive.folder)
-    assert (site.verify().problems, site.read[-1]) == ([], "1:1..40")
-    assert "0:41..50" not in site.read
-    # Late, far below the position.
-    site.archive.put(5, 6)
-    assert site.verify().problems == []
-    assert {"0:5..6", "1:1..40"} <= {*site.read}
-    site.verify(since_last=False)
-    assert len(site.read) == len(site.archive.listed()), "without the option all is read, and nothing signed off"
-
-
-def test_segments_that_can_be_compared_only_without_another_are_read_again_until_it_is_gone(site: Site):
+def test_levels_are_compared_once_no_other_segment_shares_their_sequences(site: Site):
     site.archive.put(41, 50, rows(range(41, 47)))
     late = site.archive.put(47, 48)
     site.archive.put(41, 50, rows(range(41, 49)), level=1)
-    assert (kinds(site.verify()), kinds(site.verify())) == ([], [])
-    assert sorted(site.read) == ["0:41..50", "0:47..48", "1:41..50"]
+    assert kinds(site.verify()) == []
     site.archive.objects.delete(late.key)
-    assert kinds(site.verify()) == kinds(site.verify(since_last=False)) == [("rows", "41..50")]
+    assert kinds(site.verify()) == [("rows", "41..50")]
 
 
-def test_a_difference_is_reported_until_it_is_over_and_other_segments_are_not_read_again(site: Site):
-    refs = site.archive.listed()
-    good = site.archive.path(refs[1].key).read_bytes()
-    site.archive.path(refs[1].key).write_bytes(b"?")
-    site.archive.put(21, 30, rows(range(21, 30)), level=1)
-    problems = [("damaged", "11..20"), ("hole", "11..20"), ("rows", "21..30"), ("rows", "21..30")]
-    assert kinds(site.verify()) == problems
-    assert (kinds(again := site.verify()), sorted(site.read)) == (problems, ["0:21..30", "1:21..30"])
-    assert (again.skipped, again.former_sign_off.end if again.former_sign_off else None) == (2, 10)
-    site.archive.path(refs[1].key).write_bytes(good)
-    assert kinds(site.verify()) == [("rows", "21..30")] * 2
-    assert "0:11..20" in site.read
-
-
-def test_possible_differences_are_checked_again_without_new_segments(site: Site):
-    """An accepted gap may be taken back, and a document may change for the same segments."""
+def test_gone_rows_segments_after_an_end_and_documents_are_differences(site: Site):
     lost = {"ledger": {Reason.GONE_FROM_HOLE: 1}, "unread": SequenceRange(45, 45)}
     site.archive.put(41, 50, rows(n for n in range(41, 51) if n != 45), **lost)
-    assert (kinds(site.verify()), kinds(site.verify())) == ([("gone", "45..45")], [("gone", "45..45")])
-    assert site.read == ["0:41..50"]
+    assert kinds(site.verify()) == [("gone", "45..45")]
     site.chains.create_stream(NEXT, StreamDocument({}, "2026-01-01T00:00:00Z", {0: 30}))
     assert kinds(site.verify()) == [("behind", "31..50"), ("gone", "45..45")]
     site.archive.objects.put(site.archive.layout.chain_document(CHAIN), b"{")
-    before = site.archive.objects.get(site.archive.layout.verify_result(CHAIN, deep=True))
     assert kinds(site.verify())[0] == ("document", "None")
-    assert site.archive.objects.get(site.archive.layout.verify_result(CHAIN, deep=True)) == before
 
 
-def test_a_run_that_ends_before_it_signs_off_has_signed_nothing_off(site: Site):
-    failpoints.set_failpoints("verify.sign_off=raise")
-    try:
-        with pytest.raises(failpoints.FailpointRaised):
-            site.verify()
-    finally:
-        failpoints.set_failpoints("")
-    assert (site.verify().skipped, len(site.read)) == (0, 4)
-
-
-async def test_the_command_names_skipped_segments_and_a_quicker_run(site: Site, monkeypatch: pytest.MonkeyPatch):
-    await site.command("--deep", "--since-last")
-    done = await site.command("--deep", "--since-last")
-    assert "up to 40 on 20" in done.out.splitlines()[1]
-    assert "all is well: 4 segments of 1 chain, 0 rows" in done.err
-    assert "(every row was read, except 4 segments that earlier runs signed off)" in done.err
-    [found] = await site.command("--deep", "--since-last", "--json")
-    assert (found["skipped"], found["signed_off"]["last"]) == (4, 40)
-    [found] = await site.command("--deep", "--json")
-    assert (found["skipped"], found["signed_off"]) == (0, None)
-
-    real = SignOffStore.write
-
-    def after_another(sign_offs: SignOffStore, chain: Chain, former: SignOff, end: int, marks: array[int]) -> bool:
-        assert real(sign_offs, chain, former, 10, marks[:1])
-        return real(sign_offs, chain, former, end, marks)
-
-    site.archive.put(41, 50)
-    monkeypatch.setattr(SignOffStore, "write", after_another)
-    done = await site.command("--since-last")
-    assert "us-east/NODES/0000/0: the segments read are not signed off: error[E-STORE-CONTENDED]" in done.err
-    assert "all is well" in done.err
-    assert (await site.command("--master", "local[1]", code=2)).err
-
-    def refused(*_: object) -> bool:
-        raise Refused("no right to put")
-
-    monkeypatch.setattr(SignOffStore, "write", refused)
-    done = await site.command("--since-last", code=77)
-    assert "the segments read are not signed off: error[E-REFUSED]: no right to put" in done.err
-    assert "all is well" in done.err
+async def test_a_master_needs_the_engine_spark(site: Site):
+    assert "expected --engine spark" in (await site.command("--master", "local[1]", code=2)).err
 
 
 def test_of_a_hole_that_is_accepted_in_part_the_rest_is_a_difference(site: Site):
@@ -332,10 +234,10 @@ def captured(site: Site, end: int) -> str:
 def test_a_damaged_capture_is_a_problem_of_its_chain(site: Site, is_newest: bool, deep: bool, count: int):
     """The newest of each kind is read; with `deep`, every one."""
     older, newest = captured(site, 10), captured(site, 40)
-    assert site.verify(deep=True, since_last=False).problems == []
+    assert site.verify(deep=True).problems == []
     key = newest if is_newest else older
     site.archive.objects.put(key, b"{}")
-    found = site.verify(deep=deep, since_last=False)
+    found = site.verify(deep=deep)
     assert [(each.kind, each.finding) for each in found.problems] == [("document", "damaged")] * count
     assert all(key in each.text and each.hint for each in found.problems)
     assert found.foreign == 0

@@ -24,7 +24,6 @@ from common.archive.segment import Reason
 from common.chain import Chain
 from common.sequences import SequenceRange
 from compaction.run import Compaction, LocalRunner, RunReport, Selection
-from compaction.sign_off import SignOffStore
 from compaction.verify import ChainReport, VerifyProblem, known_chains, verify_chains
 from tests.support.compaction import CHAIN, Archive, TestPolicy, rows
 
@@ -84,7 +83,7 @@ class RandomArchive:
             if rng.random() < self.harm / 2:
                 self.damage(ref.key)
         folder = self.archive.layout.segments_prefix(CHAIN, 0)
-        for key in ("data/README", f"{folder}1.parquet", "data/_floe/verify/x", f"{folder}{1:020d}-{1:020d}-0.parquet"):
+        for key in ("data/README", f"{folder}1.parquet", "data/_floe/x", f"{folder}{1:020d}-{1:020d}-0.parquet"):
             if rng.random() < 0.3:
                 self.archive.objects.put(key, b"junk")
                 self.foreign[key] = b"junk"
@@ -150,12 +149,9 @@ class RandomArchive:
         size = self.rng.choice([1, 3, 1000])
         return Compaction(store, POLICIES, 0, LocalRunner(store), window=size, batch=size).run(Selection())
 
-    def verify(self, *, deep: bool, since_last: bool = False) -> list[ChainReport]:
-        store = self.archive.store
-        sign_offs = SignOffStore(store.objects, store.layout, deep=deep) if since_last else None
+    def verify(self, *, deep: bool) -> list[ChainReport]:
         window = self.rng.choice([1, 4, 2000])
-        selected = known_chains(self.chains)
-        return verify_chains(store, self.chains, selected, deep=deep, window=window, sign_offs=sign_offs)
+        return verify_chains(self.archive.store, self.chains, known_chains(self.chains), deep=deep, window=window)
 
 
 def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
@@ -417,12 +413,8 @@ def check_kept(world: RandomArchive, report: RunReport) -> None:
         assert world.archive.objects.get(key) == data, key
 
 
-def problems_of(reports: list[ChainReport]) -> Counter[tuple[Chain, VerifyProblem]]:
-    return Counter((report.chain, problem) for report in reports for problem in report.problems)
-
-
 def check_verify(world: RandomArchive) -> Counter[str]:
-    """Check verify against the model: shallow, deep, and since the last run."""
+    """Check verify against the model: shallow and deep."""
     deep = world.verify(deep=True)
     for report in deep:
         check_report(world, report, deep=True)
@@ -430,15 +422,7 @@ def check_verify(world: RandomArchive) -> Counter[str]:
         check_report(world, report, deep=False)
     assert {report.chain for report in deep} == world.firsts.keys()
     assert {*find_foreign_keys(world.archive.objects, world.archive.layout).keys} == world.foreign.keys()
-    since = world.verify(deep=True, since_last=True)
-    assert problems_of(since) == problems_of(deep), "what is signed off hides nothing"
-    for one, other in zip(since, deep, strict=True):
-        assert (one.segments, one.size, one.coverage, one.overlapping, one.contained) == (
-            *(other.segments, other.size, other.coverage, other.overlapping, other.contained),
-        )
-    counts = Counter(problem.kind for report in deep for problem in report.problems)
-    counts["not read again"] += sum(report.skipped for report in since)
-    return counts
+    return Counter(problem.kind for report in deep for problem in report.problems)
 
 
 def archive_round(folder: Path, rng: random.Random) -> Counter[str]:

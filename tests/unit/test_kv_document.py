@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +10,15 @@ import msgspec
 import pytest
 
 from common.documents import JsonCodec
-from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
+from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.nats import lease as leasing
 from common.nats.kv import KvDocument, KvEntry
-from common.objects.local import LocalObjects
 from common.observe.monitor import Health
 from common.tasks import cancel
-from compaction import sign_off
-from compaction.sign_off import SignOff, SignOffStore, fingerprint
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import StateStore, StoredState
 from tests.support.clock import ManualClock
-from tests.support.compaction import CHAIN, LAYOUT, OTHER, ref
-from tests.support.stores import FaultyStore, raising
+from tests.support.compaction import CHAIN
 
 
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
@@ -130,70 +124,6 @@ async def test_a_lost_answer_is_settled_by_reading_and_what_somebody_else_change
         saved = [await store.save(first, 0), await store.save(second, 1)]
         assert saved == [StoredState(first, 1), StoredState(second, 2)]
         assert (await store.save(rival, revision), await store.load()) == (None, StoredState(second, 2))
-
-
-# Sign-offs
-
-
-@pytest.fixture
-def objects(tmp_path: Path) -> LocalObjects:
-    return LocalObjects(tmp_path)
-
-
-def marks(*refs) -> array[int]:
-    return array("Q", map(fingerprint, refs))
-
-
-def test_what_is_signed_off_is_known_again_until_anything_of_it_is_another(objects: LocalObjects):
-    sign_offs, known = SignOffStore(objects, LAYOUT, deep=True), [ref(n, n + 9) for n in range(1, 500, 10)]
-    assert sign_offs.read(CHAIN) == SignOff()
-    assert sign_offs.write(CHAIN, SignOff(), 500, marks(*known))
-    found = sign_offs.read(CHAIN)
-    assert (found.end, len(found.fingerprints), list(found.fingerprints)) == (500, 50, sorted(marks(*known)))
-    assert found.written_at > 0
-    assert all(each in found for each in known)
-    one = known[7]
-    others = [one._replace(size=one.size + 1), one._replace(modified=one.modified + 0.5), ref(71, 80, 1), ref(71, 81)]
-    assert not any(other in found for other in (*others, ref(71, 80, twin=1), ref(71, 80, chain=OTHER)))
-    assert (SignOffStore(objects, LAYOUT, deep=False).read(CHAIN), sign_offs.read(OTHER)) == (SignOff(), SignOff())
-
-
-def test_the_second_of_two_runs_at_once_signs_nothing_off(objects: LocalObjects):
-    sign_offs = SignOffStore(objects, LAYOUT, deep=False)
-    first, second = sign_offs.read(CHAIN), sign_offs.read(CHAIN)
-    assert sign_offs.write(CHAIN, first, 10, marks(ref(1, 10)))
-    assert not sign_offs.write(CHAIN, second, 20, marks(ref(11, 20)))
-    first, second = sign_offs.read(CHAIN), sign_offs.read(CHAIN)
-    assert sign_offs.write(CHAIN, second, 30, marks(ref(21, 30)))
-    assert not sign_offs.write(CHAIN, first, 20, marks(ref(11, 20)))
-    assert sign_offs.read(CHAIN).end == 30
-    assert sign_offs.write(CHAIN, sign_offs.read(CHAIN), 0, marks())
-    assert list(sign_offs.read(CHAIN).fingerprints) == []
-
-
-def test_a_corrupt_value_signs_nothing_off_and_is_replaced(objects: LocalObjects, monkeypatch: pytest.MonkeyPatch):
-    sign_offs = SignOffStore(objects, LAYOUT, deep=True)
-    cases = (("false", 1, ""), ("true", 2, ""), ("true", 1, "AAAA"), ("true", 1, "?"), ("", "", ""))
-    for deep, version, marked in cases:
-        corrupt = f'{{"deep":{deep},"end":1,"format_version":{version},"marks":"{marked}"}}'
-        objects.put(LAYOUT.verify_result(CHAIN, deep=True), corrupt.encode())
-        found = sign_offs.read(CHAIN)
-        assert (found.end, len(found.fingerprints)) == (0, 0)
-    assert sign_offs.write(CHAIN, found, 10, marks(ref(1, 10)))
-    assert ref(1, 10) in sign_offs.read(CHAIN)
-    monkeypatch.setattr(sign_off, "SIGN_OFF_MAX_BYTES", 20)
-    found = sign_offs.read(CHAIN)
-    assert len(found.fingerprints) == 0
-    assert not sign_offs.write(CHAIN, found, 10, marks(ref(1, 10)))
-
-
-def test_the_object_shows_what_became_of_a_write(objects: LocalObjects):
-    for is_stored in (True, False):
-        lost = FaultyStore(objects).on("put_if_absent", raising(OutcomeUnknown("no answer"), after=is_stored))
-        assert SignOffStore(lost, LAYOUT, deep=is_stored).write(CHAIN, SignOff(), 10, marks(ref(1, 10))) is is_stored
-    refused = FaultyStore(objects).on("put_if_absent", raising(Refused("no right")))
-    with pytest.raises(Refused):
-        SignOffStore(refused, LAYOUT, deep=False).write(CHAIN, SignOff(), 10, marks())  # type: ignore[arg-type]
 
 
 # Leases that are renewed on a thread: work that holds the event loop keeps them, a process that hangs loses them
