@@ -30,7 +30,6 @@ from common.archive.table import WINDOW_SEGMENTS, SegmentTable
 from common.archive.unread import StretchReader, UnreadableSegment, open_stretch, reading
 from common.chain import Chain
 from common.errors import DataError, FloeError
-from common.objects.port import DeletedObject, VersionedStore
 from common.sequences import CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.merge import union
@@ -39,7 +38,6 @@ from compaction.run import in_parallel, late_rows_remedies
 from compaction.supersede import Supersession, find_supersessions
 
 CONCURRENT_REQUESTS = 8
-HIDDEN_SEGMENTS_SHOWN = 5  # hidden segments that a hint names for one hole
 TAIL_ONLY_HINT = "only the tail names them: egress puts them soon, or its next segment corrects the tail"
 TASK_MAX_BYTES = 256 << 20  # read by one deep task at most, unless segments that overlap have more
 
@@ -352,8 +350,7 @@ class _Verification:
             for part in left:
                 text = f"sequences {part} are in no readable segment"
                 is_on_its_way = self._end is None and part.first > self._covered.end
-                remedies = TAIL_ONLY_HINT if is_on_its_way else hole_remedies(self.chain, part)
-                hint = _undelete_hint(self._store, self.chain, part) + remedies
+                hint = TAIL_ONLY_HINT if is_on_its_way else hole_remedies(self.chain, part)
                 override = "delayed" if is_on_its_way else ""
                 self._report.problems.append(VerifyProblem("hole", text, hint, part, override))
 
@@ -479,23 +476,6 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
     way = "put a good copy back; or quarantine it, with --yes if no other segment covers its sequences"
     hint = f"{way}:\n{quarantine_command(segment.key)}"
     return None if isinstance(found, SegmentGone) else VerifyProblem("damaged", found.message, hint, segment.coverage)
-
-
-def _undelete_hint(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
-    """Return a hint if a versioned bucket still has a segment of the lowest level that covers some of the hole:
-    removing its delete marker comes first. Empty if there is none.
-    """
-    layout, hidden = store.layout, list[DeletedObject]()
-    if isinstance(store.objects, VersionedStore):
-        after = layout.start_after(chain, 0, hole.first)
-        hidden = store.objects.deleted_objects(layout.segments_prefix(chain, 0), start_after=after)
-        parsed = [(each, layout.parse_segment(each.key)) for each in hidden]
-        hidden = [each for each, name in parsed if name is not None and name.coverage.overlaps(hole)]
-    return "".join(
-        f"a delete marker hides {each.key}, of which version {each.version} exists: "
-        f"remove the marker, version {each.marker}, to restore it; "
-        for each in hidden[:HIDDEN_SEGMENTS_SHOWN]
-    )
 
 
 def _late_problems(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[VerifyProblem]:

@@ -92,18 +92,6 @@ def read_store_clock(objects: ObjectStore, key: str) -> float:
     return info.modified
 
 
-@dataclass(frozen=True, slots=True)
-class DeletedObject:
-    """An object behind a delete marker. `version`: the newest version kept, stored at `modified`. `marker`: the version
-    of the marker; removing that brings the object back.
-    """
-
-    key: str
-    version: str
-    modified: float
-    marker: str
-
-
 # The metrics of every store count calls, not tries; "there is no such object" is an answer too.
 
 STORE_OPS = ("list", "get", "put", "delete", "head")
@@ -162,17 +150,6 @@ class PagedStore(Protocol):
 
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
         """Yield the result of `list(prefix)` page by page: in no order, and never all of it in memory."""
-
-
-@runtime_checkable
-class VersionedStore(Protocol):
-    """A store that may keep former versions of objects."""
-
-    def deleted_objects(self, prefix: str, *, start_after: str = "") -> builtins.list[DeletedObject]:
-        """Return the first objects under `prefix` that a delete marker hides, by one request.
-
-        Empty if the bucket keeps no versions, the store does not support them, or the credential may not see them.
-        """
 
 
 @runtime_checkable

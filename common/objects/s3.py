@@ -42,7 +42,6 @@ from common.objects.port import (
     COPY_CHUNK_BYTES,
     Body,
     ConditionalPutRefused,
-    DeletedObject,
     LifecycleRule,
     ObjectInfo,
     body_size,
@@ -58,7 +57,6 @@ from common.objects.s3_transfer import (
     Listing,
     TruncatedBodyError,
     Upload,
-    deleted_objects,
     enabled_rules,
     parse_head,
 )
@@ -334,18 +332,6 @@ class S3Objects:
         with suppress(ValueError):
             return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")).timestamp()
         return None
-
-    def deleted_objects(self, prefix: str, *, start_after: str = "") -> builtins.list[DeletedObject]:
-        check_prefix(prefix)
-        try:
-            with self._translate_errors("list versions", prefix):
-                answer = self._client.list_object_versions(
-                    Bucket=self._bucket, Prefix=prefix, KeyMarker=start_after, MaxKeys=KEYS_PER_PAGE
-                )
-        except FloeError as error:
-            log.debug("object versions not listed", action="versions_unavailable", error=str(error))
-            return []
-        return deleted_objects(answer)
 
     def versioning(self) -> str:
         with self._translate_errors("get versioning", ""):

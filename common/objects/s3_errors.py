@@ -19,7 +19,6 @@ from common.objects.port import ChecksumMismatch, ObjectStore
 
 PERMISSIONS = {
     "list": "s3:ListBucket",
-    "list versions": "s3:ListBucketVersions",
     "get": "s3:GetObject",
     "head": "s3:GetObject",
     "put": "s3:PutObject",

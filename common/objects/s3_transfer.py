@@ -24,7 +24,6 @@ from common.errors import OutcomeUnknown, Unavailable
 from common.objects.port import (
     Body,
     ChecksumMismatch,
-    DeletedObject,
     LifecycleRule,
     ObjectInfo,
     body_size,
@@ -162,22 +161,6 @@ def _sha256_in(text: str) -> str | None:
     except ValueError:
         return None
     return digest.hex() if len(digest) == 32 else None
-
-
-def deleted_objects(answer: Mapping[str, Any]) -> list[DeletedObject]:
-    newest: dict[str, Mapping[str, Any]] = {}
-    for entry in answer.get("Versions", []):
-        known = newest.setdefault(entry["Key"], entry)
-        if entry["LastModified"] > known["LastModified"]:
-            newest[entry["Key"]] = entry
-    found = {
-        marker["Key"]: DeletedObject(
-            marker["Key"], str(kept["VersionId"]), kept["LastModified"].timestamp(), str(marker["VersionId"])
-        )
-        for marker in answer.get("DeleteMarkers", [])
-        if marker.get("IsLatest") and (kept := newest.get(marker["Key"]))
-    }
-    return [found[key] for key in sorted(found)]
 
 
 def enabled_rules(answer: Mapping[str, Any]) -> list[LifecycleRule]:

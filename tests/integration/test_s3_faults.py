@@ -263,8 +263,6 @@ def test_a_head_that_is_refused_or_of_a_web_page_is_no_missing_object(far: Far) 
         far.proxy.clear()
         far.proxy.on("head", head).on("get", get)
         fails(kind, text, lambda: far.objects.head("k"))
-    far.proxy.on("versions", refuse(403, "AccessDenied"))
-    assert far.objects.deleted_objects("a/") == [], "who may not see versions is shown none"
 
 
 def test_a_server_that_does_not_answer_in_time_is_tried_again(objects: S3Objects, proxy: FaultProxy) -> None:

@@ -19,7 +19,7 @@ from common.errors import Refused
 from common.objects.open import open_objects
 from common.sequences import SequenceRange
 from common.settings.root import StoreSettings
-from compaction.verify import ChainReport, VerifyProblem, check_segment, known_chains, verify_chains
+from compaction.verify import ChainReport, check_segment, known_chains, verify_chains
 from tests.support.basics import PATIENCE, SharedS3
 from tests.support.commands import invoke
 from tests.support.compaction import CHAIN, OTHER, Archive, begun, rows
@@ -243,7 +243,7 @@ def test_a_damaged_capture_is_a_problem_of_its_chain(site: Site, is_newest: bool
     assert found.foreign == 0
 
 
-# Objects in a bucket that nothing reads: foreign keys, and segments behind a delete marker
+# Objects in a bucket that nothing reads
 
 
 JUNK = (
@@ -255,21 +255,11 @@ JUNK = (
 )
 
 
-def archive_in(folder: Path, s3: SharedS3, bucket: str = "") -> Archive:
-    archive = Archive(folder, open_objects(StoreSettings.model_validate(s3.store(bucket))))
-    ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
-    for first in (1, 11, 21):
-        archive.put(first, first + 9)
-    return archive
-
-
-def problems_of(archive: Archive) -> list[VerifyProblem]:
-    return list(verify_chains(archive.store, ChainStore(archive.objects, archive.layout), [CHAIN])[0].problems)
-
-
 @pytest.mark.servers
 def test_foreign_keys_are_counted_and_named(tmp_path: Path, s3: SharedS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = archive_in(tmp_path, s3)
+    archive = Archive(tmp_path, open_objects(StoreSettings.model_validate(s3.store())))
+    ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
+    archive.put(1, 10)
     for key in JUNK:
         archive.objects.put(key, b"?")
     monkeypatch.setattr("common.objects.s3.KEYS_PER_PAGE", 2)
@@ -281,25 +271,3 @@ def test_foreign_keys_are_counted_and_named(tmp_path: Path, s3: SharedS3, monkey
     assert sorted(find_foreign_keys(archive.objects, archive.layout, places).keys) == [JUNK[2], JUNK[4]]
     assert ForeignKeys(["a\nerror: b"], 1, 1).lines()[1] == "  a\\nerror: b"
     assert not find_foreign_keys(archive.objects, archive.layout, limit=2).is_complete
-    archive.store.delete(archive.store.list(CHAIN)[1])
-    [hole] = problems_of(archive)
-    assert hole.hint.startswith("the source may still hold them"), "a store without versions is no trouble"
-
-
-@pytest.mark.servers
-def test_a_delete_marker_in_a_hole_is_named_with_the_version_that_exists(tmp_path: Path, s3: SharedS3) -> None:
-    bucket, client = s3.new_bucket(), s3.client()
-    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
-    archive = archive_in(tmp_path, s3, bucket)
-    lost = archive.store.list(CHAIN)[1]
-    [kept] = client.list_object_versions(Bucket=bucket, Prefix=lost.key)["Versions"]
-    archive.store.delete(lost)
-
-    [hole] = problems_of(archive)
-    assert hole.kind == "hole"
-    assert f"a delete marker hides {lost.key}, of which version {kept['VersionId']} exists" in hole.hint
-    assert hole.hint.index("delete marker") < hole.hint.index("the source may still hold them")
-    [marker] = client.list_object_versions(Bucket=bucket, Prefix=lost.key)["DeleteMarkers"]
-    assert marker["VersionId"] in hole.hint
-    client.delete_object(Bucket=bucket, Key=lost.key, VersionId=marker["VersionId"])
-    assert problems_of(archive) == []

@@ -188,7 +188,6 @@ _OPERATIONS = {
     ("POST", "uploadId"): "complete",
     ("DELETE", "uploadId"): "abort",
     ("GET", "list-type"): "list",
-    ("GET", "versions"): "versions",
 }
 
 
