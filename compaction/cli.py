@@ -176,7 +176,7 @@ def check_compaction(settings: Settings, given: Thresholds) -> CheckResult:
     limits = thresholds(given, (longest + DAY_S, longest + 3 * DAY_S))
     succeeded = thresholds(given, (DAY_S, 3 * DAY_S))  # a run that has nothing to do succeeds too
     with closing(open_for_view(settings)[0]) as store:
-        surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None))
+        surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None), now)
         merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})
         done = max((ref.modified for pages in merged for page in pages for ref in page), default=None)
         small = (ref.modified for survey in surveys for page in store.pages(survey.chain, 0) for ref in page)
@@ -368,8 +368,9 @@ def _preview(
 ) -> int:
     from compaction import report
 
-    retained = compaction.preview_retention(selection, retention)
-    surveys = compaction.preview(selection, frozenset(segment.key for segment in retained.expired))
+    now = SystemClock().now()
+    retained = compaction.preview_retention(selection, retention, now)
+    surveys = compaction.preview(selection, now, frozenset(segment.key for segment in retained.expired))
     problems = [*retained.failures, *(problem for survey in surveys for problem in survey.problems)]
     if as_json:
         print_json(report.preview_json(surveys, retained))

@@ -270,7 +270,7 @@ class Retention:
         return report
 
     def preview(self, chains: Sequence[Chain], now: float) -> RetentionReport:
-        """Return the report that `apply` would give. `now` 0: unknown; each chain's newest object gives the time."""
+        """Return the report that `apply` would give at `now`."""
         report, listed = self._plan(chains, now)
         floors = {each.chain: report.floors.get(each.chain, each.floor) for each in listed}
         report.captures = self._find_captures(chains, floors, report)
@@ -285,9 +285,7 @@ class Retention:
         needs = read_needs(self._documents, self._sources)
         for each in listed:
             chain, (need, target) = each.chain, needs.earliest(each.chain, each.first)
-            plan = plan_floor(
-                each.stretches(), each.first, rule, now or each.table.newest, excess.get(chain, 0), need, self._newest
-            )
+            plan = plan_floor(each.stretches(), each.first, rule, now, excess.get(chain, 0), need, self._newest)
             if plan.floor > each.first:
                 report.floors[chain] = plan.floor
             report.expired.extend(each.below(min(report.floors.get(chain, each.floor), need)))

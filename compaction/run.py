@@ -327,7 +327,7 @@ class Compaction:
         self, chain: Chain, listed: TombstoneIndex, selection: Selection, now: float, damaged: frozenset[str]
     ) -> Iterator[ChainSurvey]:
         segments, buried = listed.segments, listed.superseded_mask()
-        planners = [Planner(policy, now or segments.newest) for policy in self._select_policies(selection)]
+        planners = [Planner(policy, now) for policy in self._select_policies(selection)]
         held: list[list[Supersession]] = []
         until = max((planner.old_before for planner in planners), default=0.0)
         merged: set[str] = set()  # inputs of the merges so far that contain a segment in `held`
@@ -508,25 +508,26 @@ class Compaction:
             refs = list_snapshots(self._store.objects, self._store.layout, chain)
         except FloeError as error:
             return [], [Failure.of(f"snapshots of {chain}", error)]
-        return outdated_snapshots(refs, now or max((ref.modified for ref in refs), default=0.0), grace), []
+        return outdated_snapshots(refs, now, grace), []
 
     def _may_expire(self, selection: Selection) -> bool:
         return self._grace is not None and {selection.partition, selection.level, selection.incarnation} == {None}
 
     # Report
 
-    def preview(self, selection: Selection, expired: frozenset[str] = frozenset()) -> list[ChainSurvey]:
+    def preview(self, selection: Selection, now: float, expired: frozenset[str] = frozenset()) -> list[ChainSurvey]:
         """Return the work that a run would begin with, chain by chain, all of it in memory. It writes nothing.
-        `expired`: keys of segments that the run's retention would have deleted before.
+        `now`: by the host's clock, because the store's is read by a put. `expired`: keys of segments that the run's
+        retention would have deleted before.
         """
-        now = self._tombstones.now_without_write()  # 0.0: unknown; the newest object of each chain gives the time
         return list(in_parallel(lambda chain: self._preview(chain, selection, now, expired), self._select(selection)))
 
-    def preview_retention(self, selection: Selection, retention: Retention | None) -> RetentionReport:
-        """Return the report of the deletions that retention would make in a run; nothing is written."""
+    def preview_retention(self, selection: Selection, retention: Retention | None, now: float) -> RetentionReport:
+        """Return the report of the deletions that retention would make in a run; nothing is written. `now`: as for
+        `preview`.
+        """
         found = RetentionReport()
         if retention is not None and self._may_expire(selection):
-            now = self._tombstones.now_without_write()
             for each in in_parallel(lambda feed: retention.preview(feed, now), _by_feed(self._select(selection))):
                 found.absorb(each)
         return found
@@ -539,7 +540,7 @@ class Compaction:
         found = ChainSurvey(chain, outputs, unproved, tuple(listed.problems))
         if self._grace is None:
             return found
-        due = listed.deletable(now or listed.segments.newest, self._grace)
+        due = listed.deletable(now, self._grace)
         deletable = tuple(segment for each in due for segment in each.superseded)
         snapshots, failures = self._find_outdated(chain, now, self._grace)
         return replace(found, problems=(*found.problems, *failures), deletable=deletable, snapshots=tuple(snapshots))

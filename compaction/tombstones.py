@@ -25,7 +25,7 @@ from common.archive.table import SegmentTable
 from common.chain import Chain
 from common.errors import DataError
 from common.logs import get_logger
-from common.objects.port import ClockedStore, ObjectInfo, ObjectStore, read_store_clock
+from common.objects.port import ObjectInfo, ObjectStore, read_store_clock
 from common.sequences import SequenceRange, holes
 from compaction.failures import Failure
 from compaction.supersede import Supersession, may_supersede
@@ -226,11 +226,6 @@ class TombstoneStore:
     def now(self) -> float:
         """Return the seconds since 1970 UTC by the store's clock, taken from an object that is written for it."""
         return read_store_clock(self._objects, self._layout.clock())
-
-    def now_without_write(self) -> float:
-        """Return the same as `now`, without a write; 0.0 if the store does not state its time."""
-        now = self._objects.now(self._layout.root) if isinstance(self._objects, ClockedStore) else None
-        return now or 0.0
 
 
 def _without_times(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:

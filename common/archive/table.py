@@ -125,11 +125,6 @@ class SegmentTable(Sequence[SegmentRef]):
         """The last sequence that any segment covers; 0 without segments."""
         return max((max(folder.lasts) for folder in self._folders.values()), default=0)
 
-    @property
-    def newest(self) -> float:
-        """Storage time of the newest segment, seconds since 1970 by the store's clock; 0 without segments."""
-        return max((max(folder.modified) for folder in self._folders.values()), default=0.0)
-
     def index_of(self, ref: SegmentRef) -> int | None:
         """Return the index of `ref`; None if it is not here."""
         prefix, offset = ref.key[: -len(ref.name)], 0

@@ -21,7 +21,6 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from common.clock import SystemClock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.port import (
     COPY_CHUNK_BYTES,
@@ -256,10 +255,6 @@ class LocalObjects:
         with file, self._translate_errors("head", key):
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
-
-    def now(self, _prefix: str) -> float:
-        """Return this host's time, which is also the time of the files."""
-        return SystemClock().now()
 
     def has_links(self) -> bool:
         with self._translate_errors("link", HIDDEN_FOLDER), self._hidden.new_file() as (_, new):

@@ -168,16 +168,6 @@ class ClassingStore(Protocol):
         """Return the same store, but objects that are put have this class."""
 
 
-@runtime_checkable
-class ClockedStore(Protocol):
-    """A store that reports its time to a caller that may only read."""
-
-    def now(self, prefix: str) -> float | None:
-        """Return seconds since 1970 UTC by the store's clock, from its answer to a listing of `prefix`; None if the
-        answer has no time. Raises as the verbs.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class LifecycleRule:
     """One enabled rule of a bucket, for keys that begin with `prefix`; `is_partial`: for some of them, by tag or size.

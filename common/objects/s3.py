@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -325,13 +324,6 @@ class S3Objects:
             if token is None:
                 return
             more["ContinuationToken"] = token
-
-    def now(self, prefix: str) -> float | None:
-        with self._translate_errors("list", prefix):
-            answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=1)
-        with suppress(ValueError):
-            return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")).timestamp()
-        return None
 
     def versioning(self) -> str:
         with self._translate_errors("get versioning", ""):

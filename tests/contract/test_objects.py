@@ -26,7 +26,7 @@ from common.settings.root import StoreSettings
 from tests.sim.store import SimObjects
 from tests.sim.strands import Carriers
 from tests.sim.world import World
-from tests.support.basics import PATIENCE, SharedS3
+from tests.support.basics import SharedS3
 from tests.support.basics import counted as reading
 from tests.support.proxies import FaultProxy, refusing_conditions
 
@@ -97,15 +97,6 @@ def test_what_was_put_comes_back_with_what_is_known_of_it(objects: port.ObjectSt
     assert (objects.get("a/b=1/c"), head_of(objects, "a/b=1/c").metadata) == (b"after", {"b": "2"})
     objects.put("a/b=1/c", b"after")
     assert head_of(objects, "a/b=1/c").metadata == {}
-
-
-def test_its_time_is_read_without_a_write(objects: port.ObjectStore) -> None:
-    if isinstance(objects, SimObjects):
-        pytest.skip("the simulated store answers no question of the time")
-    objects.put("a/b", b"x")
-    info, now = head_of(objects, "a/b"), objects.now("a/")
-    assert 0 <= now - info.modified + 1 < PATIENCE, "both may be whole seconds"
-    assert keys(objects.list("")) == ["a/b"]
 
 
 def test_a_missing_or_deleted_object_is_none_for_every_reading_verb(objects: port.ObjectStore, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -337,7 +338,7 @@ def test_a_preview_shows_the_effects_of_a_run_with_a_read_only_credential(archiv
 
     reader = Archive(archive.folder, ReadOnly(archive.folder / "store"))
     for outputs, going in ((["1..40"], []), ([], ["1..10", "11..20", "21..30", "31..40"])):
-        [survey] = [s for s in compaction(reader, grace=3600).preview(Selection()) if s.chain == CHAIN]
+        [survey] = [s for s in compaction(reader, grace=3600).preview(Selection(), time.time()) if s.chain == CHAIN]
         assert [str(each.coverage) for each in survey.outputs] == outputs
         assert [str(each.coverage) for each in survey.deletable] == going
         run(archive, grace=3600)
@@ -372,7 +373,8 @@ def test_of_selected_chains_all_snapshots_but_the_newest_three_go_and_nothing_el
     before = {info.key for info in archive.objects.list("data/_floe/site=")}
     keys = snapshots(archive, CHAIN, OTHER)
     assert run(archive, NEVER, grace=None).pruned == []
-    assert all(survey.snapshots == () for survey in compaction(archive, NEVER, grace=None).preview(Selection()))
+    surveys = compaction(archive, NEVER, grace=None).preview(Selection(), time.time())
+    assert all(survey.snapshots == () for survey in surveys)
     report = run(archive, NEVER, site=CHAIN.site)
     assert (positions(archive), len(positions(archive, OTHER))) == ([50, 60, 70], 7)
     assert ([ref.key for ref in report.pruned], report.failures) == (keys[:4], [])

@@ -123,9 +123,6 @@ class DatedObjects:
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
         return [self._dated(info) for info in self._objects.list(prefix, start_after=start_after, limit=limit)]
 
-    def now(self, _prefix: str) -> float:
-        return self._clock.now()
-
     def _dated(self, info: ObjectInfo) -> ObjectInfo:
         return info._replace(modified=self._stored.get(info.key, info.modified))
 

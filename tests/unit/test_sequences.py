@@ -61,7 +61,6 @@ def test_what_is_put_in_comes_out(segments: list[SegmentRef]) -> None:
     assert [table.index_of(s) for s in listed(segments)] == list(range(len(segments)))
     assert (table.index_of(ref(1000, 1001)), table.index_of(ref(1, 1, 9))) == (None, None)
     assert table.end == max((s.coverage.last for s in segments), default=0)
-    assert table.newest == max((s.modified for s in segments), default=0.0)
     for place, segment in enumerate(table):
         assert table[place] == segment
         assert (table.size_at(place), table.end_at(place)) == (segment.size, segment.coverage.last)
