@@ -72,8 +72,8 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
 
 
 def open_for_work(settings: Settings) -> tuple[SegmentStore, ChainStore]:
-    """Open the store for a command that works on it: it waits as services do, and logs requests without an answer."""
-    objects = open_objects(settings.store, log_waits=True, creates=False)
+    """Open the store for a command that works on it: it waits as services do."""
+    objects = open_objects(settings.store, creates=False)
     return open_store(settings, objects), open_chains(settings, objects)
 
 

@@ -109,9 +109,7 @@ async def open_context(settings: Settings, *, is_view: bool = False) -> AsyncIte
         stack.callback(pools.close)
         leases = optional_leases(client, egress, new_owner(settings.instance), clock)
         state = optional_state(client, egress)
-        objects = open_objects(
-            settings.store, timeout=VIEW_TIMEOUT_S if is_view else None, log_waits=not is_view, creates=not is_view
-        )
+        objects = open_objects(settings.store, timeout=VIEW_TIMEOUT_S if is_view else None, creates=not is_view)
         deps = make_deps(settings, Tuning(), objects, client, state, 1, "command")
         stack.callback(deps.store.close)
         yield CommandContext(settings, deps, leases, pools)

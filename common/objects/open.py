@@ -24,18 +24,14 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-WAIT_LOG_INTERVAL_S = 10.0  # seconds between two log lines that name the call a command waits for
 VIEW_TIMEOUT_S = 5.0  # seconds for an answer of the store, in each of two attempts, if a person waits for it
 
 
-def open_objects(
-    settings: StoreSettings, *, timeout: float | None = None, log_waits: bool = False, creates: bool = True
-) -> ObjectStore:
+def open_objects(settings: StoreSettings, *, timeout: float | None = None, creates: bool = True) -> ObjectStore:
     """Return the object store that `settings` name. Sends no request to an S3 store yet.
 
     `timeout`: for a caller that does not wait as long as services do: seconds for a connection, and for an answer to
-    begin; a request is sent at most twice. `log_waits`: log every WAIT_LOG_INTERVAL_S which call has no answer yet.
-    `creates`: make the folder of a `file://` store that is missing.
+    begin; a request is sent at most twice. `creates`: make the folder of a `file://` store that is missing.
 
     Raises ConfigError for an invalid address, and for a `file://` store the errors of `LocalObjects`.
     """
@@ -52,7 +48,6 @@ def open_objects(
         storage_class=settings.storage_class,
         encryption=settings.encryption.mode,
         kms_key_id=settings.encryption.kms_key_id,
-        wait_log_interval_s=WAIT_LOG_INTERVAL_S if log_waits else 0.0,
         conditional_puts=settings.conditional_puts,
     )
     if timeout is not None:

@@ -12,7 +12,7 @@ import io
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -73,9 +73,8 @@ class S3Options:
 
     `checksum`: the kind that the server checks on a put. `attempts`: per request, the first included.
     `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store. Bodies above
-    `multipart_bytes` are uploaded in parts of `part_bytes`. `wait_log_interval_s`: between two log lines that name a
-    call without an answer; 0: none. `conditional_puts`: `no` sends no condition, `auto` none after the first refusal:
-    ConditionalPutRefused; with `yes` such a refusal is a configuration error.
+    `multipart_bytes` are uploaded in parts of `part_bytes`. `conditional_puts`: `no` sends no condition, `auto` none after
+    the first refusal: ConditionalPutRefused; with `yes` such a refusal is a configuration error.
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
@@ -89,7 +88,6 @@ class S3Options:
     connections: int = 32
     multipart_bytes: int = 64 * 1024 * 1024
     part_bytes: int = 16 * 1024 * 1024
-    wait_log_interval_s: float = 0.0
     conditional_puts: Literal["auto", "yes", "no"] = "auto"
 
     def put_fields(self) -> dict[str, Any]:
@@ -220,7 +218,6 @@ class S3Objects:
         self._client = self._make_client()
         # Before the first answer the address may be wrong; later the same errors mean a network problem.
         self._has_answered = False
-        self._wait_logged_at = self._clock.monotonic()
         self._refuses_conditions = self._options.conditional_puts == "no"
 
     def with_storage_class(self, name: str) -> S3Objects:
@@ -517,8 +514,7 @@ class S3Objects:
         self._use_new_secret()
         self._outcomes.may_be_done, used = False, self._client
         try:
-            with self._log_waits(f"{verb} {self._url(key)}") if self._options.wait_log_interval_s else nullcontext():
-                yield
+            yield
             self._has_answered = True
         except ClientError as error:
             raise self._answer_error(verb, key, error, writes, used) from error
@@ -530,24 +526,6 @@ class S3Objects:
             raise kind(text, code="E-LIST-INVALID" if verb == "list" else "E-S3-INVALID") from error
         except BotoCoreError as error:
             raise self._no_answer_error(verb, key, error, writes) from error
-
-    @contextmanager
-    def _log_waits(self, what: str) -> Iterator[None]:
-        """Log repeatedly that the call `what` has no answer yet; if several calls wait, one line serves for all."""
-        every, done, began = self._options.wait_log_interval_s, threading.Event(), self._clock.monotonic()
-
-        def log_wait() -> None:
-            while not done.wait(every):
-                if (now := self._clock.monotonic()) - self._wait_logged_at >= every / 2:
-                    self._wait_logged_at = now
-                    context = {"what": what, "store": without_paths(self._endpoint), "seconds": round(now - began)}
-                    log.warning("store call delayed", action="store_call_delayed", **context)
-
-        threading.Thread(target=log_wait, name="waiting", daemon=True).start()
-        try:
-            yield
-        finally:
-            done.set()
 
     def _answer_error(self, verb: str, key: str, error: ClientError, writes: bool, used: S3Client) -> FloeError:
         if code_of(error.response) == "400" and self._is_plain_on_tls():  # not from S3, which names its errors

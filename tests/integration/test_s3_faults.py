@@ -469,17 +469,6 @@ def test_a_bucket_of_another_region_is_named_with_it(objects: S3Objects, proxy: 
     fails(ConfigError, "store s3://b: ", lambda: S3Objects("b", S3Account(endpoint_url="not a url")))
 
 
-def test_a_command_logs_what_it_waits_for(s3: SharedS3, bucket: str, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        account = S3Account(s3.access_key, s3.secret_key, endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
-        objects = S3Objects(bucket, account, replace(OPTIONS, attempts=1, read_timeout=1.5, wait_log_interval_s=0.2))
-        with pytest.raises(Unavailable, match="no answer"):
-            objects.list("data/")
-    shown = [each.msg for each in caplog.records if "store call delayed" in str(each.msg)]
-    assert len(shown) >= 2, "more than once"
-    assert f"list s3://{bucket}/data/" in str(shown[0])
-
-
 # TLS
 
 
