@@ -26,11 +26,10 @@ def config() -> None:
 
 
 @config.command()
-@click.option("--strict", is_flag=True, help="Treat warnings as errors.")
 @click.option("--connect", is_flag=True, help="Also connect to NATS and the store.")
 @click.pass_obj
 @config_command
-def check(parts: RoleFunctions, config: str, strict: bool, connect: bool, as_json: bool) -> int:
+def check(parts: RoleFunctions, config: str, connect: bool, as_json: bool) -> int:
     """Check all documents of a configuration; connects to neither NATS nor the store, unless with --connect.
 
     Exit 78 if there is a problem; each one is a line `file:line:column: key: text`. If egress and ingress of a
@@ -45,8 +44,6 @@ def check(parts: RoleFunctions, config: str, strict: bool, connect: bool, as_jso
     """
     documents, errors, loops = _check(config, parts)
     warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
-    if strict and warnings:
-        errors, documents, warnings = [*errors, ConfigError(*warnings, code="E-CONFIG-STRICT")], [], []
     tried = _try_connections(documents) if connect and not errors else []
     failures = [error for _, error in tried if error is not None]
     if as_json:

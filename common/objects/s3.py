@@ -78,7 +78,7 @@ class S3Options:
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
-    checksum: Literal["sha256", "crc32", "none"] = "sha256"
+    checksum: Literal["sha256", "none"] = "sha256"
     storage_class: str = ""
     encryption: Literal["none", "sse-s3", "sse-kms"] = "none"
     kms_key_id: str = ""

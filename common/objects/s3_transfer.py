@@ -11,7 +11,6 @@ import builtins
 import hashlib
 import io
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -208,7 +207,7 @@ class Upload:
 
     def send_parts(self, part_bytes: int) -> list[dict[str, Any]]:
         """Begin a multipart upload and send all parts; nothing of it is visible before `commit`."""
-        algorithm = {} if self.checksum == "none" else {"ChecksumAlgorithm": self.checksum.upper()}
+        algorithm = {} if self.checksum == "none" else {"ChecksumAlgorithm": "SHA256"}
         begun = self.client.create_multipart_upload(**self.target, **self.common, **algorithm)
         self._id = begun["UploadId"]
         size = max(part_bytes, -(-body_size(self.body) // MAX_PARTS))
@@ -246,12 +245,6 @@ class Upload:
         if self.checksum == "sha256":
             digest = bytes.fromhex(sha256 or sha256_of(body))
             return {"ChecksumSHA256": base64.b64encode(digest).decode()}
-        if self.checksum == "crc32":
-            crc = 0
-            with open_body(body) as file:
-                for chunk in iter_chunks(file):
-                    crc = zlib.crc32(chunk, crc)
-            return {"ChecksumCRC32": base64.b64encode(crc.to_bytes(4, "big")).decode()}
         return {}
 
 

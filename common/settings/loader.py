@@ -355,29 +355,10 @@ def _document(root: yaml.MappingNode, values: _Values, problems: yaml.Problems) 
         settings = Settings.model_validate(values.mapping(root, ()), context=FROM_FILE)
     except ValidationError as error:
         add_validation_problems(error, root, problems)
-        # The file is refused. Another pass under the intended names also reports problems in mistyped sections.
-        return _document(root, values, problems) if _rename_sections(error, root) else None
+        return None
     compaction = (f"compaction.{key}: {text}" for key, text in settings.compaction.warnings())
     warnings = (*_insecure_warnings(settings), *_exposed_secret_warnings(values, problems.name, settings), *compaction)
     return ConfigDocument(settings, root, problems.name, warnings)
-
-
-def _rename_sections(error: ValidationError, root: yaml.MappingNode) -> bool:
-    """Rename mistyped sections to the intended names, if these are free; return True if any was renamed."""
-    found = False
-    for detail in error.errors(include_url=False, include_input=False):
-        if detail["type"] != "extra_forbidden":
-            continue
-        *above, name = detail["loc"]
-        # The mapping that contains the key; it may be `defaults`.
-        keys = yaml.locate(root, yaml.locate(root, detail["loc"]).path[:-1]).node
-        if not isinstance(keys, yaml.MappingNode):
-            continue
-        close = yaml.closest_key(str(name), _known_keys(_section(above)))
-        if _section((*above, close)) and close not in keys.entries and name in keys.entries:
-            keys.entries[close], keys.marks[close] = keys.entries.pop(str(name)), keys.marks[str(name)]
-            found = True
-    return found
 
 
 def _insecure_warnings(settings: Settings) -> list[str]:

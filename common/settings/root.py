@@ -64,7 +64,7 @@ class StoreSettings(Section):
     addressing_style: Literal["auto", "path", "virtual"] = option(
         "auto", "the place of the bucket in requests; auto: path with an `endpoint_url`"
     )
-    checksum: Literal["sha256", "crc32", "none"] = option(
+    checksum: Literal["sha256", "none"] = option(
         "sha256", "the checksum by which the server checks uploads; none: every object is read back whole"
     )
     access_key_id: t.Label = option("", "empty: the AWS credential chain")

@@ -123,14 +123,9 @@ class ConfigFileError(ConfigError):
         super().__init__(*map(str, self.found))
 
 
-def closest_key(found: str, known: Collection[str]) -> str:
-    """Return the known key closest to `found`, all in lower case; empty if none is close."""
-    return next(iter(difflib.get_close_matches(found.lower(), known, n=1)), "")
-
-
 def suggest_key(found: str, known: Collection[str]) -> str:
-    close = closest_key(found, known)
-    return f"did you mean {close}?" if close else f"expected one of {' '.join(known)}"
+    close = difflib.get_close_matches(found.lower(), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {' '.join(known)}"
 
 
 def raise_problems(problems: Problems) -> None:
