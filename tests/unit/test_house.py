@@ -24,7 +24,7 @@ MOST_LINES = {
     "compaction": 3_870,
     "floe.py": 161,
     "pyspark_floe.py": 22,
-    "infra": 3_500,
+    "infra": 3_498,
     "bench": 1_555,
 }
 MOST_TEST_LINES = 44_476
