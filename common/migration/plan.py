@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.migration.entries import Entries, Variable, YamlEntry, render
-from common.migration.read import FileKeys, Note, ReplicatorConnection, convert_duration, read_url
+from common.migration.read import FileKeys, Keys, Note, ReplicatorConnection, Variable, convert_duration, read_url
+from common.settings.types import MAX_SIZE_BYTES
 from common.subjects import first_overlap
 
 
@@ -23,7 +23,7 @@ class ImportedStream:
     given: FileKeys
     source: ReplicatorConnection
     target: ReplicatorConnection
-    feed: Entries
+    feed: Keys
     notes: list[Note]
     target_notes: list[Note]
 
@@ -44,7 +44,7 @@ class ImportedStream:
     @property
     def feed_settings(self) -> str:
         """The feed settings, apart from filters: equal for entries that want the same ones."""
-        return render(self.feed)
+        return str(self.feed)
 
     @property
     def target_route(self) -> tuple[object, str, str, str]:
@@ -170,28 +170,30 @@ _MODES = ("inspect_field", "inspect_header", "inspect_subject_token")
 _ZERO_TIME = "0001-01-01T00:00:00Z"
 
 
-def feed_of(stream: FileKeys) -> tuple[Entries, list[Note]]:
+def feed_of(stream: FileKeys) -> tuple[Keys, list[Note]]:
     """Return the keys of the feed except name and filter, and notes about differences; problems are noted."""
-    entries, notes = Entries([stream.entry("stream", stream.text("stream"))]), stream.notes_for(STREAM_KEYS_LEFT_OUT)
+    notes = stream.notes_for(STREAM_KEYS_LEFT_OUT)
     if stream.paths and stream.text("stream"):
         reason = f"NATS Streaming is not read: {stream.text('stream')} is the JetStream stream with this subject"
         notes.append(stream.note("stream", f"{reason}; create it, or set the name of the one that has it"))
-    entries += [*_start(stream, notes), *stream.duration("max_age")]
+    feed = {"stream": stream.text("stream"), **_start(stream, notes), **stream.duration("max_age")}
     if mode := _mode(stream, notes):
-        entries += _sampling(stream, mode, notes)
+        feed |= _sampling(stream, mode, notes)
     else:
         without = ("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger", "advisory")
         reason = "without sampling it has no effect, in stream-replicator as in Floe"
         notes += [stream.note(key, reason) for key in without if stream.get(key)]
-    return entries, notes
+    return feed, notes
 
 
-def _start(stream: FileKeys, notes: list[Note]) -> list[YamlEntry]:
+def _start(stream: FileKeys, notes: list[Note]) -> Keys:
     found = [key for key in _STARTS if stream.get(key) and stream.get(key) != _ZERO_TIME]
     for key in found[1:]:
         reason = f"stream-replicator uses {found[0]} if both are set, and so does this file"
         notes.append(stream.note(key, reason))
-    return stream.duration("start_delta") if found[:1] == ["start_delta"] else [stream.entry(key) for key in found[:1]]
+    return (
+        stream.duration("start_delta") if found[:1] == ["start_delta"] else {key: stream.get(key) for key in found[:1]}
+    )
 
 
 def _mode(stream: FileKeys, notes: list[Note]) -> str:
@@ -213,27 +215,26 @@ def _has_period(stream: FileKeys) -> bool:
         return True  # reading the key notes the problem
 
 
-def _sampling(stream: FileKeys, mode: str, notes: list[Note]) -> list[YamlEntry]:
+def _sampling(stream: FileKeys, mode: str, notes: list[Note]) -> Keys:
     if mode != "inspect_field":
         reason = "stream-replicator never sampled by this key (a defect) and copied everything; Floe samples"
         notes.append(stream.note(mode, reason))
-    entries = [stream.entry(mode)]
+    feed = {mode: stream.get(mode)}
     if stream.text("inspect_force_field"):
         reason = "stream-replicator forced a copy if the field was present, Floe if it is true"
         notes += [] if stream.paths else [stream.note("inspect_force_field", reason)]
-        entries.append(stream.entry("inspect_force_field"))
-    entries += [*stream.duration("inspect_duration"), *stream.duration("warn_duration")]
-    if size := math.ceil(stream.get("size_trigger", 0)):
-        entries.append(stream.entry("size_trigger", str(size)))
+        feed["inspect_force_field"] = stream.get("inspect_force_field")
+    feed |= stream.duration("inspect_duration") | stream.duration("warn_duration")
+    if size := math.ceil(min(stream.get("size_trigger", 0), MAX_SIZE_BYTES)):
+        feed["size_trigger"] = str(size)
     advisory: FileKeys | None = stream.get("advisory")
     if advisory is not None and advisory.text("subject"):
-        keys = ("subject", "reliable") if advisory.has("reliable") else ("subject",)
-        entries.append(stream.entry("advisory", Entries(advisory.entry(key) for key in keys)))
-    return entries
+        feed["advisory"] = {key: advisory.get(key) for key in ("subject", "reliable") if advisory.has(key)}
+    return feed
 
 
 #: The site that publishes them (None: no site does), the section `heartbeats`, and the differences.
-PlannedHeartbeats = tuple[PlannedSite | None, Entries, list[Note]]
+PlannedHeartbeats = tuple[PlannedSite | None, Keys, list[Note]]
 
 _SECRET = re.compile(r"auth|token|secret|passw|credential|cookie|api-?key", re.IGNORECASE)
 HEARTBEAT_KEYS_LEFT_OUT = {
@@ -246,30 +247,28 @@ HEARTBEAT_KEYS_LEFT_OUT = {
 def heartbeats(given: FileKeys | None, sites: Sequence[PlannedSite]) -> PlannedHeartbeats:
     """Return the heartbeats of the section `given`; empty if there is no such section."""
     if given is None:
-        return None, Entries(), []
+        return None, {}, []
     notes = given.notes_for(HEARTBEAT_KEYS_LEFT_OUT)
     subjects: tuple[FileKeys, ...] = given.get("subjects", ())
     if not sites or not subjects:
         missing = "subjects" if sites else "streams"
-        return None, Entries(), [*notes, Note(given.path, given.mark, f"left out: there are no {missing}")]
-    site = _site(given, sites, notes)
-    entries = Entries(given.duration("interval"))
+        return None, {}, [*notes, Note(given.path, given.mark, f"left out: there are no {missing}")]
+    site, found = _site(given, sites, notes), given.duration("interval")
     if headers := _headers(given, subjects, notes):
-        entries.append(given.entry("headers", headers))
-    items = [Entries([each.entry("subject", each.text("subject")), *each.duration("interval")]) for each in subjects]
-    entries.append(given.entry("subjects", items))
-    return site, entries, notes
+        found["headers"] = headers
+    found["subjects"] = [{"subject": each.text("subject"), **each.duration("interval")} for each in subjects]
+    return site, found, notes
 
 
 def _site(given: FileKeys, sites: Sequence[PlannedSite], notes: list[Note]) -> PlannedSite:
     found, _ = read_url(given, "url", {})
     own = next((site for site in sites if found and {*found.servers} & {*site.connection.servers}), None)
     if own is None:
-        notes.append(given.note("url", f"heartbeats go to egress' server, here {sites[0].connection.host}"))
+        notes.append(given.note("url", f"heartbeats go to egress' server, here {sites[0].connection.servers[0]}"))
     return own or sites[0]
 
 
-def _headers(given: FileKeys, subjects: tuple[FileKeys, ...], notes: list[Note]) -> Entries:
+def _headers(given: FileKeys, subjects: tuple[FileKeys, ...], notes: list[Note]) -> Keys:
     common: Mapping[str, str] = given.get("headers", {})
     wanted = [{**common, **subject.get("headers", {})} for subject in subjects]
     if all(headers == wanted[0] for headers in wanted):
@@ -277,7 +276,7 @@ def _headers(given: FileKeys, subjects: tuple[FileKeys, ...], notes: list[Note])
     else:
         reason = "headers are the same for all subjects in Floe; those of this one are left out"
         notes += [subject.note("headers", reason) for subject in subjects if subject.has("headers")]
-    return Entries(YamlEntry(name, _hide_secret(name, text), given.mark_of("headers")) for name, text in common.items())
+    return {name: _hide_secret(name, text) for name, text in common.items()}
 
 
 def _hide_secret(name: str, text: str) -> str:

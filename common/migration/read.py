@@ -7,7 +7,7 @@ place and the name of its key, so that problems and remarks name what the file h
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal
@@ -15,19 +15,20 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pydantic import SecretStr
 
-from common.migration.entries import Entries, Variable, YamlEntry
 from common.settings.types import MAX_DURATION_S, format_duration
 from common.settings.yaml import ListNode, MappingNode, Mark, Node, Problems, Scalar, suggest_key
 
-# The kinds of values; the text names the kind in messages.
-TEXT = "text"
-NON_NEGATIVE_INTEGER = "a whole number from 0"
-INTEGER = "a whole number"
-NUMBER = "a number from 0"
-FLAG = "true or false"
-MAPPING = "a mapping of text"
+# The kinds of values; the text names the kind in messages. Floe's check of the result examines the values themselves.
+TEXT, NUMBER, FLAG, MAPPING = "text", "a number", "true or false", "a mapping of text"
 
-Shape = Mapping[str, Any]  # a kind, the shape of a section, or a list with the shape that each of its sections has
+Keys = dict[str, Any]  # a mapping of the result, as YAML has it
+Shape = dict[str, Any]  # a kind, the shape of a section, or a list with the shape that each of its sections has
+
+
+class Variable(str):
+    """Text in which `${VAR}` is a variable; in other text it is escaped."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +38,29 @@ class NamedSections:
     shape: Shape
 
 
-def all_of(kind: str | Shape, keys: str) -> dict[str, Any]:
+def all_of(keys: str, kind: str | Shape = TEXT) -> dict[str, Any]:
     """Return the shape of a section whose keys all have the same kind."""
     return dict.fromkeys(keys.split(), kind)
 
 
-TLS: Shape = all_of(TEXT, "ca cert key")
-CHORIA: Shape = all_of(TEXT, "seed_file jwt_file collective")
+TLS: Shape = all_of("ca cert key")
+CHORIA: Shape = all_of("seed_file jwt_file collective")
 ADVISORY: Shape = {"subject": TEXT, "reliable": FLAG}
 HEARTBEAT_SUBJECT: Shape = {"subject": TEXT, "interval": TEXT, "headers": MAPPING}
-HEARTBEATS: Shape = {"leader_election": FLAG, "interval": TEXT, "headers": MAPPING, "subjects": [HEARTBEAT_SUBJECT]} | {
-    "tls": TLS,
-    "choria": CHORIA,
-    "url": TEXT,
+HEARTBEATS: Shape = {"leader_election": FLAG, "interval": TEXT, "headers": MAPPING, "subjects": [HEARTBEAT_SUBJECT]}
+HEARTBEATS |= {"tls": TLS, "choria": CHORIA, "url": TEXT}
+STREAM: Shape = {
+    **all_of("name stream filter_subject target_stream target_subject_prefix target_subject_remove"),
+    **all_of("source_url target_url start_time start_delta max_age leader_election_name"),
+    **all_of("inspect_field inspect_force_field inspect_header inspect_duration warn_duration"),
+    **all_of("no_target_create ephemeral target_initiated start_at_end", FLAG),
+    **all_of("start_sequence inspect_subject_token size_trigger", NUMBER),
+    **all_of("tls source_tls target_tls", TLS),
+    **all_of("choria source_choria target_choria", CHORIA),
+    "advisory": ADVISORY,
 }
-STREAM: Shape = (
-    all_of(TEXT, "name stream filter_subject target_stream target_subject_prefix target_subject_remove")
-    | all_of(TEXT, "source_url target_url")
-    | all_of(FLAG, "no_target_create ephemeral target_initiated")
-    | {"start_sequence": NON_NEGATIVE_INTEGER, "start_time": TEXT, "start_delta": TEXT, "start_at_end": FLAG}
-    | all_of(TLS, "tls source_tls target_tls")
-    | all_of(CHORIA, "choria source_choria target_choria")
-    | all_of(TEXT, "max_age inspect_field inspect_force_field inspect_header")
-    | {"inspect_subject_token": INTEGER, "inspect_duration": TEXT, "warn_duration": TEXT}
-    | {"size_trigger": NUMBER, "leader_election_name": TEXT, "advisory": ADVISORY}
-)
-FILE: Shape = (
-    {"name": TEXT, "streams": [STREAM], "state_store": TEXT, "tls": TLS, "choria": CHORIA}
-    | {"monitor_port": NON_NEGATIVE_INTEGER, "profiling": FLAG, "logfile": TEXT, "loglevel": TEXT}
-    | {"heartbeats": HEARTBEATS}
-)
+FILE: Shape = all_of("name state_store logfile loglevel") | {"monitor_port": NUMBER, "profiling": FLAG}
+FILE |= {"streams": [STREAM], "tls": TLS, "choria": CHORIA, "heartbeats": HEARTBEATS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +116,17 @@ class FileKeys:
     def add_problem(self, key: str, problem: str) -> None:
         self.problems.add(self.mark_of(key), (self.key_path(key),), problem)
 
-    def entry(self, key: str, value: Any = None) -> YamlEntry:
-        return YamlEntry(key, self.get(key) if value is None else value, self.mark_of(key))
-
-    def duration(self, key: str) -> list[YamlEntry]:
+    def duration(self, key: str) -> Keys:
         """Return the key with its duration as Floe writes it; empty for 0, and for an invalid one, which is noted."""
         try:
             value = convert_duration(self.text(key))
         except ValueError as error:
             self.add_problem(key, str(error))
-            return []
-        return [] if value == "0s" else [self.entry(key, value)]
+            return {}
+        return {} if value == "0s" else {key: value}
+
+
+_TYPES: dict[str, Any] = {TEXT: str, NUMBER: int | float, FLAG: bool}
 
 
 def read(node: MappingNode, problems: Problems, shape: Shape = FILE, path: str = "") -> FileKeys:
@@ -150,40 +144,27 @@ def read(node: MappingNode, problems: Problems, shape: Shape = FILE, path: str =
 
 def _value(node: Node, kind: str | Shape | list[Shape] | NamedSections, problems: Problems, path: str) -> Any:
     """Return the value of `node`; None, with a problem noted, if it is not of this kind."""
+    expected = kind if isinstance(kind, str) else "a list" if isinstance(kind, list) else "a mapping"
+    items: Iterable[tuple[object, Node]] | None = None
+    inner: str | Shape = TEXT
     if isinstance(kind, list):
-        if isinstance(node, ListNode):
-            found = [_value(item, kind[0], problems, f"{path}.{n}") for n, item in enumerate(node.items)]
-            return tuple(each for each in found if each is not None)
-        expected = "a list"
-    elif isinstance(kind, NamedSections):
-        if isinstance(node, MappingNode):
-            named = (_value(below, kind.shape, problems, f"{path}.{name}") for name, below in node.entries.items())
-            return tuple(each for each in named if each is not None)
-        expected = "a mapping"
-    elif isinstance(kind, Mapping):
-        if isinstance(node, MappingNode):
+        inner, items = kind[0], enumerate(node.items) if isinstance(node, ListNode) else None
+    elif isinstance(node, MappingNode):
+        if isinstance(kind, dict):
             return read(node, problems, kind, path)
-        expected = "a mapping"
-    elif kind == MAPPING and isinstance(node, MappingNode):
-        headers = {name: _value(item, TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()}
-        return {name: text for name, text in headers.items() if text is not None}
-    else:
-        value = node.value() if isinstance(node, Scalar) else None
-        if _fits(value, kind):
+        if kind == MAPPING or isinstance(kind, NamedSections):
+            inner, items = kind.shape if isinstance(kind, NamedSections) else TEXT, node.entries.items()
+    elif isinstance(kind, str) and kind != MAPPING and isinstance(node, Scalar):
+        if isinstance(value := node.value(), _TYPES[kind]) and isinstance(value, bool) == (kind == FLAG):
             return value
-        expected = kind + ("; quote it" if kind == TEXT and isinstance(value, bool | int | float) else "")
+        expected += "; quote it" if kind == TEXT and value is not None else ""
+    if items is not None:
+        values = ((name, _value(item, inner, problems, f"{path}.{name}")) for name, item in items)
+        found = {name: value for name, value in values if value is not None}
+        return found if kind == MAPPING else tuple(found.values())
     # Never name the value found: it may be a password in a wrong place.
     problems.add(node.mark, (path,), f"expected {expected}, found something else")
     return None
-
-
-_TYPES: Mapping[str, Any] = {TEXT: str, FLAG: bool, NUMBER: int | float, NON_NEGATIVE_INTEGER: int, INTEGER: int}
-
-
-def _fits(value: Any, kind: str) -> bool:
-    if kind not in _TYPES or not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == FLAG):
-        return False
-    return kind not in (NUMBER, NON_NEGATIVE_INTEGER) or bool(value >= 0)
 
 
 REPLICATOR_DURATION_FORM = "a duration of stream-replicator such as 500ms 5s 1m30s 1h 1d 1w 1M 1Y"
@@ -231,41 +212,27 @@ _FALSE = ("0", "f", "F", "FALSE", "false", "False", "")
 
 @dataclass(frozen=True, slots=True)
 class ReplicatorConnection:
-    """The servers of one side. Equal connections are one place; the secret is compared, and never shown.
+    """The servers of one side. The secret is compared, and never shown.
 
-    `login`: the keys for authentication. `secret_key`: `password` or `token`, for a `secret` that is not empty.
+    `keys`: those of the section `nats` beside `url` and the secret. `secret_key`: `password` or `token`, for a `secret`
+    that is not empty.
     """
 
     servers: tuple[str, ...]
-    login: tuple[tuple[str, str], ...]
+    keys: Keys
     secret_key: str
     secret: SecretStr
-    tls: tuple[tuple[str, str | bool], ...]
-    connect_timeout: str
 
     @property
     def identity(self) -> object:
         """A value that is equal for the same servers, in any order, and the same way to connect to them."""
-        return frozenset(self.servers), self.login, self.secret, self.tls, self.connect_timeout
+        return frozenset(self.servers), str(self.keys), self.secret
 
-    @property
-    def host(self) -> str:
-        return self.servers[0].partition("://")[2].rpartition(":")[0] if self.servers else ""
-
-    def entry(self, side: Side, given: FileKeys) -> YamlEntry:
-        mark = given.mark_of(f"{side}_url")
-        url: object = self.servers[0] if len(self.servers) == 1 else list(self.servers)
-        found = Entries(YamlEntry(key, value, mark) for key, value in (("url", url), *self.login))
-        if self.secret:
-            variable = f"FLOE_{side.upper()}_{self.secret_key.upper()}"
-            note = f"set {variable} in the environment, or use {self.secret_key}_file"
-            found.append(YamlEntry(self.secret_key, Variable(f"${{{variable}}}"), mark, [note]))
-        if self.tls:
-            tls = Entries(YamlEntry(key, value, mark) for key, value in self.tls)
-            found.append(YamlEntry("tls", tls, mark))
-        if self.connect_timeout:
-            found.append(YamlEntry("connect_timeout", self.connect_timeout, mark))
-        return YamlEntry("nats", found, mark)
+    def section(self, side: Side) -> Keys:
+        """Return the section `nats`."""
+        variable = Variable(f"${{FLOE_{side.upper()}_{self.secret_key.upper()}}}")
+        own = {self.secret_key: variable} if self.secret else {}
+        return {"url": self.servers[0] if len(self.servers) == 1 else list(self.servers), **self.keys, **own}
 
 
 def read_connection(stream: FileKeys, top: FileKeys, side: Side) -> tuple[ReplicatorConnection | None, list[Note]]:
@@ -339,7 +306,7 @@ def _options(parts: list[SplitResult]) -> dict[str, str]:
     return found
 
 
-def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[ReplicatorConnection, list[str]]:
+def _connection(parts: list[SplitResult], tls: Mapping[str, str | bool]) -> tuple[ReplicatorConnection, list[str]]:
     servers = [_server(part) for part in parts]
     users = {(unquote(part.username or ""), part.password) for part in parts if "@" in part.netloc}
     options = _options(parts)
@@ -347,26 +314,27 @@ def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[Repli
         servers = [f"tls:{server.partition(':')[2]}" for server in servers]
     if len(users) > 1:
         raise ValueError("expected one user for all servers, found several")
-    keys: dict[str, str | bool] = {**tls, **_flags(options)}
-    try:
-        timeout = convert_duration(options["connect_timeout"]) if options.get("connect_timeout") else ""
-    except ValueError as error:
-        raise ValueError(f"the parameter connect_timeout: {error}") from None
-    login: tuple[tuple[str, str], ...] = ()
+    keys: Keys = {}
     remarks, secret_key, secret = [], "", ""
     if options.get("jwt"):
-        login = ("jwt_file", options["jwt"]), ("nkey_seed_file", options["nkey"])
+        keys = {"jwt_file": options["jwt"], "nkey_seed_file": options["nkey"]}
     elif options.get("credentials"):
-        login = (("credentials_file", options["credentials"]),)
-    if users and login:
+        keys = {"credentials_file": options["credentials"]}
+    if users and keys:
         remarks.append("the user of the URL is left out: the credential replaces it")
-    for user, password in users if not login else ():
+    for user, password in users if not keys else ():
         if password is None:  # a user alone is a token
             secret_key, secret = "token", user
         else:
-            login, secret_key, secret = (("user", user),), "password", unquote(password)
-    unique, hidden = tuple(dict.fromkeys(servers)), SecretStr(secret)
-    return ReplicatorConnection(unique, login, secret_key, hidden, tuple(keys.items()), timeout), remarks
+            keys, secret_key, secret = {"user": user}, "password", unquote(password)
+    if tls := {**tls, **_flags(options)}:
+        keys["tls"] = tls
+    try:
+        if options.get("connect_timeout"):
+            keys["connect_timeout"] = convert_duration(options["connect_timeout"])
+    except ValueError as error:
+        raise ValueError(f"the parameter connect_timeout: {error}") from None
+    return ReplicatorConnection(tuple(dict.fromkeys(servers)), keys, secret_key, SecretStr(secret)), remarks
 
 
 def _flags(options: Mapping[str, str]) -> dict[str, bool]:
@@ -379,38 +347,45 @@ def _flags(options: Mapping[str, str]) -> dict[str, bool]:
 
 # The form before 0.5
 
-TOPIC_TLS: Shape = all_of(TEXT, "identity scheme ssl_dir ca cert key")
-TOPIC: Shape = (
-    all_of(TEXT, "topic source_url source_cluster_id target_url target_cluster_id queue_group name")
-    | all_of(TEXT, "inspect update_flag age")
-    | all_of(FLAG, "queued disable_source_tls disable_target_tls")
-    | all_of(NON_NEGATIVE_INTEGER, "workers monitor")
-    | {"tls": TOPIC_TLS, "advisory": all_of(TEXT, "target cluster age")}
-)
-TOPICS_FILE: Shape = (
-    {"topics": NamedSections(TOPIC), "tls": TOPIC_TLS}
-    | all_of(TEXT, "logfile state_dir")
-    | all_of(FLAG, "debug verbose")
-)
+TOPIC_TLS: Shape = all_of("identity scheme ssl_dir ca cert key")
+TOPIC: Shape = {
+    **all_of(
+        "topic source_url source_cluster_id target_url target_cluster_id queue_group name inspect update_flag age"
+    ),
+    **all_of("queued disable_source_tls disable_target_tls", FLAG),
+    **all_of("workers monitor", NUMBER),
+    "tls": TOPIC_TLS,
+    "advisory": all_of("target cluster age"),
+}
+TOPICS_FILE: Shape = all_of("logfile state_dir") | all_of("debug verbose", FLAG)
+TOPICS_FILE |= {"topics": NamedSections(TOPIC), "tls": TOPIC_TLS}
 
-#: Keys of a topic without a counterpart, by the names that they have in the result of `as_streams`.
-_LEFT_OUT = "workers queued queue_group source_cluster_id target_cluster_id"
-_RENAMED = {"inspect_field": "inspect", "inspect_force_field": "update_flag", "inspect_duration": "age"}
+#: Keys of a topic by the names that they have in the result of `as_streams`.
+_SAME = ("source_url", "target_url", "workers", "queued", "queue_group", "source_cluster_id", "target_cluster_id")
+_RENAMED = {key: key for key in _SAME}
+_RENAMED |= {"inspect_field": "inspect", "inspect_force_field": "update_flag", "inspect_duration": "age"}
+_RENAMED |= {"durable_name": "name", "topic_monitor": "monitor"}
+
+#: The section and the key in the file, and the value if it is another one.
+_Origin = tuple[FileKeys, str] | tuple[FileKeys, str, Any]
 
 
 def as_streams(old: FileKeys) -> FileKeys:
     """Return the file as `streams`, one for each topic. The site is named after the cluster of the first source."""
     topics: tuple[FileKeys, ...] = old.get("topics", ())
     site = next((each for each in topics if each.text("source_cluster_id")), None)
-    found: dict[str, tuple[str, FileKeys, Any]] = {"streams": ("topics", old, tuple(_stream(t, old) for t in topics))}
-    found["name"] = ("source_cluster_id", site or old, site.text("source_cluster_id") if site else "site")
-    if port := next((each for each in topics if each.has("monitor")), None):
-        found["monitor_port"] = ("monitor", port, port.get("monitor"))
     level = next((key for key in ("debug", "verbose") if old.get(key)), "")
-    found |= {"loglevel": (level, old, "debug" if level == "debug" else "info")} if level else {}
-    for key, name in (("logfile", "logfile"), ("state_store", "state_dir")):
-        found |= {key: (name, old, old.get(name))} if old.has(name) else {}
-    return _section(old, found)
+    return _section(
+        old,
+        {
+            "streams": (old, "topics", tuple(_stream(topic, old) for topic in topics)),
+            "name": (site, "source_cluster_id") if site else (old, "source_cluster_id", "site"),
+            "monitor_port": (next((each for each in topics if each.has("monitor")), old), "monitor"),
+            "logfile": (old, "logfile"),
+            "state_store": (old, "state_dir"),
+            **({"loglevel": (old, level, level.replace("verbose", "info"))} if level else {}),
+        },
+    )
 
 
 def stream_of(topic: str) -> str:
@@ -419,38 +394,31 @@ def stream_of(topic: str) -> str:
 
 
 def _stream(topic: FileKeys, old: FileKeys) -> FileKeys:
-    found: dict[str, tuple[str, FileKeys, Any]] = {}
-    name = topic.text("topic")
-    found["stream"] = ("topic", topic, name and stream_of(name))
-    found["filter_subject"] = ("topic", topic, name)
-    found["name"] = ("topic", topic, stream_of(topic.path.rpartition(".")[2]))
-    same = {name: name for name in ("source_url", "target_url", *_LEFT_OUT.split())}
-    renamed = {**same, **_RENAMED, "durable_name": "name", "topic_monitor": "monitor"}
-    found |= {key: (name, topic, topic.get(name)) for key, name in renamed.items() if topic.has(name)}
-    for side in ("source", "target"):
-        tls = topic.get("tls") or old.get("tls")
-        if tls is not None and not topic.get(f"disable_{side}_tls"):
-            found[f"{side}_tls"] = ("tls", topic if topic.has("tls") else old, _section(tls, dict(_tls(tls))))
-        if tls is not None and tls.has("identity") and tls.text("scheme") != "puppet":
-            found["tls_identity"] = ("identity", tls, tls.text("identity"))
+    name, place = topic.text("topic"), topic if topic.has("tls") else old
+    found: dict[str, _Origin] = {
+        "stream": (topic, "topic", name and stream_of(name)),
+        "filter_subject": (topic, "topic", name),
+        "name": (topic, "topic", stream_of(topic.path.rpartition(".")[2])),
+        **{key: (topic, former) for key, former in _RENAMED.items()},
+    }
+    if (tls := place.get("tls")) is not None:
+        is_puppet = tls.text("scheme") == "puppet"
+        keys = ("scheme", "identity", "ssl_dir") if is_puppet else ("ca", "cert", "key")
+        section = _section(tls, {key: (tls, key) for key in keys})
+        sides = (side for side in ("source", "target") if not topic.get(f"disable_{side}_tls"))
+        found |= {f"{side}_tls": (place, "tls", section) for side in sides}
+        found |= {} if is_puppet else {"tls_identity": (tls, "identity")}
     if (advisory := topic.get("advisory")) is not None:
-        subject = {"subject": ("target", advisory, advisory.text("target"))} if advisory.has("target") else {}
-        found["advisory"] = ("advisory", topic, _section(advisory, subject))
-        found |= {"warn_duration": ("age", advisory, advisory.text("age"))} if advisory.has("age") else {}
-        if advisory.text("cluster") == "target":
-            found["advisory_cluster"] = ("cluster", advisory, "target")
+        found["advisory"] = topic, "advisory", _section(advisory, {"subject": (advisory, "target")})
+        found["warn_duration"] = advisory, "age"
+        found |= {"advisory_cluster": (advisory, "cluster")} if advisory.text("cluster") == "target" else {}
     return _section(topic, found)
 
 
-def _tls(given: FileKeys) -> Iterator[tuple[str, tuple[str, FileKeys, Any]]]:
-    is_puppet = given.text("scheme") == "puppet"
-    for key in ("scheme", "identity", "ssl_dir") if is_puppet else ("ca", "cert", "key"):
-        if given.has(key):
-            yield key, (key, given, given.text(key))
-
-
-def _section(given: FileKeys, found: dict[str, tuple[str, FileKeys, Any]]) -> FileKeys:
-    """Return a section with the values `found`: by new key, its old key, the section that has it, and the value."""
-    marks = {key: place.mark_of(name) for key, (name, place, _) in found.items()}
-    paths = {key: place.key_path(name) for key, (name, place, _) in found.items()}
-    return FileKeys(given.mark, given.path, {key: each[2] for key, each in found.items()}, marks, given.problems, paths)
+def _section(given: FileKeys, found: Mapping[str, _Origin]) -> FileKeys:
+    """Return a section with the values of these origins, by their new keys; those without a value are left out."""
+    known = {key: each for key, each in found.items() if len(each) == 3 or each[0].has(each[1])}
+    values = {key: each[2] if len(each) == 3 else each[0].get(each[1]) for key, each in known.items()}
+    marks = {key: each[0].mark_of(each[1]) for key, each in known.items()}
+    paths = {key: each[0].key_path(each[1]) for key, each in known.items()}
+    return FileKeys(given.mark, given.path, values, marks, given.problems, paths)

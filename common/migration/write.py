@@ -4,15 +4,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import yaml
+
 from common.migration import plan
-from common.migration.entries import Entries, Variable, YamlEntry, comment, origins, render
-from common.migration.read import FILE, TOPICS_FILE, FileKeys, Note, as_streams, read, read_connection
+from common.migration.read import FILE, TOPICS_FILE, FileKeys, Keys, Note, Variable, as_streams, read, read_connection
 from common.settings.loader import parse_documents
-from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, raise_problems
+from common.settings.yaml import ConfigFileError, Mark, Problems, Scalar, parse_yaml, raise_problems
 from common.subjects import covers, first_overlap, overlaps
 
 _VARIABLE = re.compile(r"(?<!\$)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-_OF_STREAMS = ("streams.", "topics.")  # beginnings of the paths of keys of one entry
+_ENTRY = re.compile(r"\.(?:feeds|targets)\.(\d+)")
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning"}
 
 #: Keys of the file as a whole without a counterpart, and why.
@@ -22,112 +23,122 @@ FILE_KEYS_LEFT_OUT = {
     "profiling": "the monitor has no profiler; use py-spy on the running process",
 }
 
-_NO_CREATE = "without `create`, as here, Floe stops and prints the `nats stream add` of the target"
-_SITE_HEAD = "the site: floe egress run -c {name}"
-_CENTRE_HEAD = "the centre: floe ingress run -c {name}; cron: floe compact -c {name}"
+_STORE = {
+    "url": Variable("s3://${FLOE_BUCKET}"),
+    "endpoint_url": Variable("${FLOE_S3_ENDPOINT:-}"),
+    "access_key_id": Variable("${FLOE_S3_KEY}"),
+    "secret_access_key": Variable("${FLOE_S3_SECRET}"),
+}
+_SITE_HEAD = ("the site: floe egress run -c {name}",)
+_CENTRE_HEAD = (
+    "the centre: floe ingress run -c {name}; cron: floe compact -c {name}",
+    "its targets are new and empty streams that only Floe writes to; docs/guides/migrate.md describes the change-over",
+)
+_VARIABLES_HEAD = "or write the values here; FLOE_S3_ENDPOINT only if the store is not Amazon's"
+
+
+class _Dumper(yaml.SafeDumper):
+    """A writer of YAML for Floe's reader: no aliases, and quotes around text that this would read as a number."""
+
+    def ignore_aliases(self, _data: object) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.Node:
+        value = str(text) if isinstance(text, Variable) else text.replace("${", "$${")
+        is_text = isinstance(Scalar(Mark(0, 0), value, True).value(), str)
+        return self.represent_scalar("tag:yaml.org,2002:str", value, None if is_text else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(Variable, _Dumper.represent_text)
+
+
+def to_yaml(keys: Keys) -> str:
+    """Return a document of text, numbers, flags, lists and mappings."""
+    return str(yaml.dump(keys, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedFile:
-    """A configuration file to write. `site`: empty for a centre; `variables`: those that its `${…}` need."""
+    """A configuration file to write. `site`: empty for a centre; `variables`: those that its `${…}` need; `given`: the
+    entry that each of its feeds or targets was made from.
+    """
 
     name: str
     site: str
     text: str
+    variables: tuple[str, ...]
     notes: tuple[Note, ...]
-    origins: dict[str, Mark]
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(_VARIABLE.findall(self.text)))
+    given: Sequence[FileKeys]
 
 
-def _file(name: str, site: str, entries: Entries, notes: Iterable[Note], source: str) -> ImportedFile:
-    unique = tuple(dict.fromkeys(notes))
-    head = (_SITE_HEAD if site else _CENTRE_HEAD).format(name=name)
-    lines = [f"{name}, made from {source} by floe config import-stream-replicator", head]
-    if general := [f" {note}" for note in unique if not note.path.startswith(_OF_STREAMS)]:
-        lines += ["", "not imported, or changed:", *general]
-    text = "".join(f"{line}\n" for line in comment(lines)) + render(entries)
-    return ImportedFile(name, site, text, unique, origins(entries))
+def _file(
+    name: str, site: str, keys: Keys, notes: Iterable[Note], given: Sequence[FileKeys], source: str
+) -> ImportedFile:
+    unique = sorted(dict.fromkeys(notes), key=lambda note: note.mark)
+    text = to_yaml(keys)
+    variables = tuple(dict.fromkeys(_VARIABLE.findall(text)))
+    head = [f"{name}, made from {source} by floe config import-stream-replicator"]
+    head += [line.format(name=name) for line in (_SITE_HEAD if site else _CENTRE_HEAD)]
+    head += [f"set in the environment: {' '.join(variables)}", _VARIABLES_HEAD]
+    head += ["not imported, or changed:", *map(str, unique)] if unique else []
+    # Nothing in a note ends its comment.
+    comments = ("".join(c if c.isprintable() else " " for c in f"# {line}") for line in head)
+    return ImportedFile(name, site, "\n".join((*comments, text)), variables, tuple(unique), given)
 
 
-def _store() -> YamlEntry:
-    keys = (
-        ("url", "s3://${FLOE_BUCKET}"),
-        ("endpoint_url", "${FLOE_S3_ENDPOINT:-}"),
-        ("access_key_id", "${FLOE_S3_KEY}"),
-        ("secret_access_key", "${FLOE_S3_SECRET}"),
-    )
-    notes = ["the bucket between site and centre: set the variables, or write the values here;"]
-    notes += ["FLOE_S3_ENDPOINT only if the store is not Amazon's"]
-    return YamlEntry("store", Entries(YamlEntry(key, Variable(value)) for key, value in keys), notes=notes)
-
-
-def _log(top: FileKeys, notes: list[Note]) -> list[YamlEntry]:
+def _log(top: FileKeys, notes: list[Note]) -> Keys:
     if not (level := top.text("loglevel")):
-        return []
+        return {}
     if level not in _LEVELS:
         found = f"stream-replicator reads {level!r:.40} as info, and so does this file"
         notes.append(top.note("loglevel", f"expected debug, info or warn; {found}"))
-    return [top.entry("log", Entries([YamlEntry("level", _LEVELS.get(level, "info"))]))]
-
-
-def _lines(notes: Iterable[Note]) -> list[str]:
-    return [str(note) for note in dict.fromkeys(notes) if note.path.startswith(_OF_STREAMS)]
+    return {"log": {"level": _LEVELS.get(level, "info")}}
 
 
 def _site_file(
     top: FileKeys, site: plan.PlannedSite, heartbeats: plan.PlannedHeartbeats, is_one_of_many: bool, source: str
 ) -> ImportedFile:
-    notes = top.notes_for(FILE_KEYS_LEFT_OUT) + (heartbeats[2] if heartbeats[0] in (site, None) else [])
-    log = _log(top, notes)
-    egress = Entries([*_monitor(top), YamlEntry("feeds", [_feed(feed, notes) for feed in site.feeds])])
-    if heartbeats[0] is site and heartbeats[1]:
-        egress.append(YamlEntry("heartbeats", heartbeats[1]))
-    remarks = []
-    if is_one_of_many:
-        remarks.append(f"the site of {site.connection.host}; unique over all sites of the bucket")
+    publisher, beats, remarks = heartbeats
+    notes = top.notes_for(FILE_KEYS_LEFT_OUT) + (remarks if publisher in (site, None) else [])
     if site.name != top.text("name"):
-        remarks.append("changed: choose a name, and use it in the centre's sources too")
-    own = YamlEntry("site", site.name, top.mark_of("name"), remarks)
-    nats = site.connection.entry("source", site.feeds[0].paths[0].given)
+        reason = "choose a name that is unique over all sites of the bucket, here and in the centre's sources"
+        notes.append(top.note("name", f"changed to {site.name}: {reason}"))
+    egress: Keys = {"feeds": [_feed(feed) for feed in site.feeds]}
+    if top.has("monitor_port"):
+        port = top.get("monitor_port")
+        egress = {"monitor": {"listen": f":{port}" if port else ""}, **egress}
+        reason = "the port of egress; that of ingress is ingress.monitor.listen, default 127.0.0.1:9465"
+        notes.append(top.note("monitor_port", reason))
+    if publisher is site and beats:
+        egress["heartbeats"] = beats
+    notes += [note for feed in site.feeds for path in feed.paths for note in path.notes]
     name = f"site-{site.name}.yaml" if is_one_of_many else "site.yaml"
-    entries = Entries([own, nats, _store(), *log, YamlEntry("egress", egress)])
-    return _file(name, site.name, entries, notes, source)
+    keys = {"site": site.name, "nats": site.connection.section("source"), "store": _STORE, **_log(top, notes)}
+    given = [feed.paths[0].given for feed in site.feeds]
+    return _file(name, site.name, {**keys, "egress": egress}, notes, given, source)
 
 
-def _monitor(top: FileKeys) -> list[YamlEntry]:
-    if not top.has("monitor_port"):
-        return []
-    port, mark = top.get("monitor_port"), top.mark_of("monitor_port")
-    listen = YamlEntry("listen", f":{port}" if port else "", mark)
-    notes = ["ingress has its own port: ingress.monitor.listen, default 127.0.0.1:9465"]
-    return [YamlEntry("monitor", Entries([listen]), mark, notes)]
-
-
-def _feed(feed: plan.PlannedFeed, notes: list[Note]) -> Entries:
+def _feed(feed: plan.PlannedFeed) -> Keys:
     first = feed.paths[0]
-    found = [note for path in feed.paths for note in path.notes]
-    notes += found
-    own = [] if feed.name == first.stream else [first.given.entry("name", feed.name)]
-    mark = first.given.mark_of("filter_subject")
+    own = {} if feed.name == first.stream else {"name": feed.name}
     if len(feed.filters) > 1:
-        filters = [YamlEntry("partitions", list(feed.filters), mark)]
-    else:
-        filters = [YamlEntry("filter_subject", each, mark) for each in feed.filters if each]
-    return Entries([*own, *first.feed, *filters], _lines(found))
+        return {**own, **first.feed, "partitions": list(feed.filters)}
+    return {**own, **first.feed, **({"filter_subject": feed.filters[0]} if feed.filters[0] else {})}
 
 
 def _centre_file(top: FileKeys, centre: plan.PlannedCentre, number: int, source: str) -> ImportedFile:
     notes: list[Note] = []
     created = _subjects_to_create(centre)
     targets = [_target(stream, sources, created.get(stream, []), notes) for stream, sources in centre.targets.items()]
-    nats = centre.connection.entry("target", next(iter(centre.targets.values()))[0][2].given)
-    new = "new and empty streams that only Floe writes to; docs/guides/migrate.md describes the change-over"
-    ingress = Entries([YamlEntry("targets", targets, notes=[new])])
-    entries = Entries([nats, _store(), *_log(top, []), YamlEntry("ingress", ingress)])
-    return _file("central.yaml" if number == 1 else f"central-{number}.yaml", "", entries, notes, source)
+    keys = {
+        "nats": centre.connection.section("target"),
+        "store": _STORE,
+        **_log(top, []),
+        "ingress": {"targets": targets},
+    }
+    given = [sources[0][2].given for sources in centre.targets.values()]
+    return _file("central.yaml" if number == 1 else f"central-{number}.yaml", "", keys, notes, given, source)
 
 
 def _subjects_to_create(centre: plan.PlannedCentre) -> dict[str, list[str]]:
@@ -142,28 +153,22 @@ def _subjects_to_create(centre: plan.PlannedCentre) -> dict[str, list[str]]:
     return {stream: subjects for stream, subjects in found.items() if stream not in taken}
 
 
-def _target(stream: str, sources: Sequence[plan.PlannedSource], subjects: list[str], notes: list[Note]) -> Entries:
+def _target(stream: str, sources: Sequence[plan.PlannedSource], subjects: list[str], notes: list[Note]) -> Keys:
     given = sources[0][2].given
-    mark = given.mark_of("target_stream" if given.has("target_stream") else "stream")
-    entries = Entries([YamlEntry("stream", stream, mark)])
+    target: Keys = {"stream": stream}
+    reason = "its subjects are not its own, or not known: without `create` Floe stops and prints the `nats stream add`"
     if subjects:
-        keys = [YamlEntry("replicas", 1), YamlEntry("storage", "file"), YamlEntry("subjects", subjects)]
-        reason = "stream-replicator gave it the limits of the source: set replicas, max_age and max_bytes"
-        entries.append(YamlEntry("create", Entries(keys), notes=[reason]))
-    items = [_source(*source, notes) for source in sources]
-    entries.append(YamlEntry("sources", items, notes=() if subjects else [_NO_CREATE]))
-    return entries
+        target["create"] = {"replicas": 1, "storage": "file", "subjects": subjects}
+        reason = "stream-replicator gave the target the limits of the source: set replicas, max_age and max_bytes"
+    if not given.get("no_target_create"):
+        notes.append(given.note("target_stream" if given.has("target_stream") else "stream", reason))
+    return {**target, "sources": [_source(*source, notes) for source in sources]}
 
 
-def _source(site: plan.PlannedSite, feed: plan.PlannedFeed, path: plan.ImportedStream, notes: list[Note]) -> Entries:
-    own = [note for each in feed.paths if each.target_route == path.target_route for note in each.target_notes]
-    notes += own
-    feed_entry = YamlEntry("feed", feed.name, path.given.mark_of("name"))
-    entries = Entries([YamlEntry("site", site.name), feed_entry], _lines(own))
-    for key in ("subject_prefix", "subject_remove"):
-        if text := path.given.text(f"target_{key}"):
-            entries.append(YamlEntry(key, text, path.given.mark_of(f"target_{key}")))
-    return entries
+def _source(site: plan.PlannedSite, feed: plan.PlannedFeed, path: plan.ImportedStream, notes: list[Note]) -> Keys:
+    notes += [note for each in feed.paths if each.target_route == path.target_route for note in each.target_notes]
+    changes = {f"subject_{key}": path.given.text(f"target_subject_{key}") for key in ("prefix", "remove")}
+    return {"site": site.name, "feed": feed.name, **{key: text for key, text in changes.items() if text}}
 
 
 def _subjects(sources: Sequence[plan.PlannedSource]) -> list[str]:
@@ -231,9 +236,11 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
     made = [_site_file(top, site, heartbeats, len(sites) > 1, name) for site in sites]
     made += [_centre_file(top, centre, number, name) for number, centre in enumerate(centres, 1)]
     if not made:  # a site without streams
-        entries = Entries([YamlEntry("site", own, top.mark_of("name")), _store(), *_log(top, heartbeats[2])])
-        made.append(_file("site.yaml", own, entries, [*top.notes_for(FILE_KEYS_LEFT_OUT), *heartbeats[2]], name))
-    _check(made, top, name)
+        keys = {"site": own, "store": _STORE, **_log(top, heartbeats[2])}
+        made.append(_file("site.yaml", own, keys, [*top.notes_for(FILE_KEYS_LEFT_OUT), *heartbeats[2]], (), name))
+    for file in made:
+        _check(file, top)
+    raise_problems(top.problems)
     return Imported(tuple(made))
 
 
@@ -251,31 +258,12 @@ def _path(stream: FileKeys, top: FileKeys) -> plan.ImportedStream | None:
     return plan.ImportedStream(stream, source, target, feed, [*source_notes, *notes], target_notes)
 
 
-# Findings of Floe's checks on the result, reported for the file that it was made from
-
-
-def _check(made: Iterable[ImportedFile], top: FileKeys, name: str) -> None:
-    places = dict(_places(top))
-    found: list[Problem] = []
-    for file in made:
-        try:
-            parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))
-        except ConfigFileError as error:
-            found += [_relocated(problem, file, places, name) for problem in error.found]
-    if found:
-        raise ConfigFileError(dict.fromkeys(found))
-
-
-def _relocated(problem: Problem, file: ImportedFile, places: dict[Mark, str], name: str) -> Problem:
-    parts = problem.path.split(".")
-    tried = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    mark = next((file.origins[path] for path in tried if path in file.origins), Mark(0, 0))
-    return Problem(name, *mark, places.get(mark, problem.path), f"{problem.message} ({file.name}: {problem.path})")
-
-
-def _places(given: FileKeys) -> Iterable[tuple[Mark, str]]:
-    for key, value in given.values.items():
-        yield given.mark_of(key), given.key_path(key)
-        for below in value if isinstance(value, tuple) else (value,):
-            if isinstance(below, FileKeys):
-                yield from _places(below)
+def _check(file: ImportedFile, top: FileKeys) -> None:
+    """Report the problems that Floe finds in the result, each at the line of the file that it was made from."""
+    try:
+        parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))
+    except ConfigFileError as error:
+        for problem in error.found:
+            place = file.given[int(entry[1])] if (entry := _ENTRY.search(problem.path)) else top
+            key = next((part for part in reversed(problem.path.split(".")) if place.has(part)), "")
+            top.problems.add(place.mark_of(key), (problem.path,), f"{problem.message} ({file.name})")
