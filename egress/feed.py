@@ -64,7 +64,7 @@ class PartitionFeed:
             self._sharing.drop_key(self._slot.key)
         self._removed.set()
 
-    def flush(self, incarnation: int = 0, least: int = 0) -> SessionFlush | None:
+    def flush(self, incarnation: int | None = None, least: int = 0) -> SessionFlush | None:
         """Flush as `Session.flush`; return None also if this process does not read the partition."""
         return self._worker.flush(incarnation, least)
 

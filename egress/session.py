@@ -27,7 +27,7 @@ from common.nats.lease import Lease
 from common.tasks import Stop, StopReason, cancel, record_unexpected, report_errors
 from egress.acks import ReaderResetError, archived_ranges
 from egress.archive import Archive
-from egress.builder import ClosedBy, OpenSegment, SegmentBuilder
+from egress.builder import ClosedBy, SegmentBuilder
 from egress.deps import PartitionDeps
 from egress.encoder import Encoder, SourceQueries
 from egress.evidence import IdentityCheck
@@ -57,13 +57,10 @@ class ReadContext:
 
 @dataclass(frozen=True, slots=True)
 class SessionFlush:
-    """State of a session when it was flushed. `closed`: the segment that was open, None if there was none;
-    `last`: the last sequence it had accounted for.
-    """
+    """State of a session when it was flushed. `last`: the last sequence it had accounted for."""
 
     session: Session
     chain: Chain
-    closed: OpenSegment | None
     last: int
 
     @property
@@ -216,14 +213,14 @@ class Session:
             # No reader can request more, and nothing is leaving memory: close this segment.
             self._builder.close(ClosedBy.MEMORY)
 
-    def flush(self, incarnation: int, least: int) -> SessionFlush | None:
+    def flush(self, incarnation: int | None, least: int) -> SessionFlush | None:
         """Close the open segment now, as its age would; a range that it covers without rows becomes a segment too.
 
         Return None, and close nothing, while this is the incarnation and `least` is not received yet.
         """
         if self._archive.chain.incarnation == incarnation and self._builder.end < least:
             return None
-        flush = SessionFlush(self, self._archive.chain, self._builder.open_segment, self._builder.end)
+        flush = SessionFlush(self, self._archive.chain, self._builder.end)
         self._builder.close(ClosedBy.FLUSH)
         if self._sampled is not None:
             self._sampled.flush()

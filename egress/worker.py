@@ -76,7 +76,7 @@ class Worker:
         self._session: Session | None = None
         self._end_turn: Callable[[], None] = lambda: None
 
-    def flush(self, incarnation: int = 0, least: int = 0) -> SessionFlush | None:
+    def flush(self, incarnation: int | None = None, least: int = 0) -> SessionFlush | None:
         """Flush as `Session.flush`; return None also if nothing is being read."""
         return None if self._session is None else self._session.flush(incarnation, least)
 

@@ -30,7 +30,7 @@ from egress import metrics, watchdog
 from egress.builder import OpenSegment
 from egress.deps import PARALLEL_STARTS, StartTurns, Tuning
 from egress.evidence import confirm
-from egress.flush import FlushAnswer, FlushRequests
+from egress.flush import FlushRequest, FlushRequests
 from egress.incarnations import filters_text
 from egress.memory import MAX_WINDOW_BYTES, MemoryAccount, MemoryBudget
 from egress.report import FeedReport, NewlyUnmatched, Unmatched, log
@@ -359,30 +359,17 @@ def test_members_with_the_same_leases_in_any_order_are_one_circle() -> None:
     assert group_name(["a.b"]) != group_name(["a", "b"])
 
 
-# Requests to freeze: partitions of feeds, by several commands at the same time
-
-FEED, COUNTS = [Chain("us-east", "NODES", partition=number) for number in range(3)], {"NODES": 3}
-NOTHING = FlushRequests({})
+# Requests to flush: partitions, by several commands at the same time
 
 
-def asked(found: FlushRequests) -> list[int]:
-    return [chain.partition for chain in FEED if found.feeds["NODES"].needs_flush(chain.partition)]
+def test_a_request_replaces_that_of_its_partition_and_late_answers_to_that_are_dropped() -> None:
+    found = FlushRequests({}).with_requests(["N/0", "N/1"], "a")
+    late, answer = FlushRequest("a", 0, 9, is_stored=True), FlushRequest("b", 0, 12)
 
-
-def stored(found: FlushRequests, *partitions: int) -> FlushRequests:
-    number = found.feeds["NODES"].id
-    return found.with_answers({FEED[each]: (number, FlushAnswer(0, 9, is_stored=True)) for each in partitions})
-
-
-def test_a_feed_is_asked_whole_or_in_part_and_what_other_commands_asked_and_were_answered_stays() -> None:
-    one, whole = NOTHING.with_request(FEED[:1], COUNTS, "a", 0), NOTHING.with_request(FEED, COUNTS, "a", 0)
-    assert (asked(one), asked(whole), whole.feeds["NODES"].only) == ([0], [0, 1, 2], ())
-    assert asked(stored(whole, 0, 2)) == [1]
-    assert asked(one.with_request(FEED[1:2], COUNTS, "b", 1)) == [0, 1]
-    assert asked(stored(whole, 0).with_request(FEED[:1], COUNTS, "b", 1)) == [0, 1, 2]
-    again = stored(one, 0).with_request(FEED[1:2], COUNTS, "b", 1)
-    assert (asked(again), again.feeds["NODES"].answers.keys()) == ([1], {0})
-    assert again.with_request(FEED[:1], COUNTS, "c", 2).feeds["NODES"].answers == {}
+    again = found.with_answers({"N/0": late, "N/1": late}).with_requests(["N/0"], "b")
+    assert again.partitions == {"N/0": FlushRequest("b"), "N/1": late}
+    assert again.with_answers({"N/0": late, "N/2": late}) == again
+    assert [each.state for each in again.with_answers({"N/0": answer}).partitions.values()] == ["closing", "stored"]
 
 
 SECOND = 10**9
