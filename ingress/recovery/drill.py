@@ -351,9 +351,9 @@ class ExactDrill:
         try:
             return await scratch.run(self._request.name, lambda: self._run_and_compare(client, stop, "the server"))
         except ApiError as error:  # for example of the lease bucket
-            if (full := await room_error(client, error, self._request, self._request.name)) is None:
-                raise
-            raise full from error
+            if full := room_error(error, self._request, self._request.name, is_clustered=client.is_clustered):
+                raise full from error
+            raise
 
     async def _run_and_compare(self, client: FloeClient, stop: Stop, server: str) -> ExactReport:
         restored = await self._restore.run(client, stop)

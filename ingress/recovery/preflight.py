@@ -6,7 +6,7 @@ A dry run makes the same checks and ends with the same errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,10 +45,8 @@ class PreflightResult:
     is_promoted: bool = False
 
 
-async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) -> PreflightResult:
-    """Check the server. Raises ConfigError if the server, the account or another stream does not permit the restore.
-    `lease_bucket`: the bucket of leases, empty if none is needed.
-    """
+async def preflight(client: FloeClient, plan: RestorePlan) -> PreflightResult:
+    """Check the server. Raises ConfigError if the server, the account or another stream does not permit the restore."""
     version = ".".join(map(str, client.server_version))
     writer = archive_writer(plan.name, version, plan.request.format, force=plan.request.force)
     fitted = plan
@@ -61,7 +59,7 @@ async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) ->
             raise foreign_stream_error(plan.request, info)
         text = f"an earlier restore has brought it back; to do: let {', '.join(left)} deliver again"
         return PreflightResult(plan, writer, (text,), is_promoted=True)
-    await _check_room(client, fitted, account, info is not None, lease_bucket)
+    await _check_room(client, fitted, account, info is not None)
     if plan.request.promote:
         await _check_promotion(client, plan)
         await _check_subjects(client, plan)
@@ -77,12 +75,12 @@ async def guarded_consumers(client: FloeClient, stream: str) -> dict[str, dict[s
     return {name: config for name, config in found.items() if config.get("deliver_subject", "").startswith(begin)}
 
 
-async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases, lease_bucket: str) -> list[str]:
+async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases) -> list[str]:
     """Return, as text, the facts that only the server knows, and the facts that are unknown until the stream is filled.
 
     Raises the errors of `preflight`, and Unavailable if another restore holds the lease of the name.
     """
-    notes = list((await preflight(client, plan, lease_bucket)).notes)
+    notes = list((await preflight(client, plan)).notes)
     if (holder := await leases.get_owner(state_key("restore", plan.name))) is not None:
         raise running_error(plan.name, format_owner(holder))
     if any(part.footer.raw_bytes > client.max_payload for part in plan.parts):
@@ -132,147 +130,66 @@ def _check_replicas(client: FloeClient, plan: RestorePlan) -> None:
         )
 
 
-async def _check_room(
-    client: FloeClient, plan: RestorePlan, account: Mapping[str, Any], leftover: bool, lease_bucket: str
-) -> None:
-    """Raise ConfigError if the limits of the account leave too little room. `leftover`: an earlier restore left a
-    stream, which is removed first; `lease_bucket`: empty if none is needed.
+async def _check_room(client: FloeClient, plan: RestorePlan, account: Mapping[str, Any], leftover: bool) -> None:
+    """Raise ConfigError if the limits of the account leave too little room for messages and consumers.
+
+    `leftover`: an earlier restore left a stream, which is removed first.
     """
     replicas = int(plan.config.get("num_replicas") or 1)
-    tier = (account.get("tiers") or {}).get(f"R{replicas}")
-    found = dict(tier or account)
-    limits, streams = found.get("limits") or {}, int(not leftover)
+    tier, freed = (account.get("tiers") or {}).get(f"R{replicas}"), 0
     if leftover:
-        info = await query(client, f"STREAM.INFO.{check_token(plan.name)}")
-        storage = "memory" if info["config"].get("storage") == "memory" else "storage"
-        freed = (storage, info["state"].get("bytes")), (f"reserved_{storage}", info["config"].get("max_bytes"))
-        for key, size in freed:
-            found[key] = int(found.get(key) or 0) - max(0, int(size or 0)) * (1 if tier else replicas)
-    if lease_bucket and int(limits.get("max_streams") or 0) > 0:
-        streams += await stream_info(client, f"KV_{lease_bucket}") is None
-    if (error := room_shortage(plan, found, copies=1 if tier else replicas, streams=streams)) is not None:
+        freed = (await query(client, f"STREAM.INFO.{check_token(plan.name)}"))["state"].get("bytes") or 0
+    if (error := room_shortage(plan, tier or account, 1 if tier else replicas, int(freed))) is not None:
         raise error
 
 
-def room_shortage(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, streams: int) -> ConfigError | None:
+def room_shortage(plan: RestorePlan, account: Mapping[str, Any], copies: int, freed: int = 0) -> ConfigError | None:
     """Return the error for a limit of the account that `plan` exceeds, None if there is none; pure.
 
-    `account`: as the server describes it, or a tier of it; `copies`: how often it counts the stream; `streams`: how
-    many are created, including the lease bucket.
+    `account`: as the server describes it, or a tier of it; `copies`: how often it counts the stream; `freed`: bytes of
+    the stream that are removed first.
     """
     limits, config = account.get("limits") or {}, plan.config
-    storage, key, of_stream = ("storage", "max_file", "disk_max_stream_bytes")
-    if config.get("storage") == "memory":
-        storage, key, of_stream = ("memory", "max_mem", "mem_max_stream_bytes")
-    limit, most = int(limits.get(f"max_{storage}", -1)), max(0, int(config.get("max_bytes") or 0))
-    for wanted, count in ((plan.stored_bytes, storage), (most, f"reserved_{storage}")):
-        used, word = int(account.get(count) or 0), "used" if count == storage else "reserved"
-        if 0 <= limit < wanted * copies + used:
-            found = f"found a limit of {size_words(limit)} ({key}), of which {size_words(used)} are {word}"
-            text = f"account: expected room for {size_words(wanted * copies)}, {found}"
-            return _room_error(plan.request, text, f"make room, or raise {key} of the account; then")
-    if 0 < (limit := int(limits.get(f"{storage}_max_stream_bytes") or 0)) < most:
-        text = f"account: expected streams of {size_words(most)} (max_bytes), found at most {size_words(limit)}"
-        return _room_error(plan.request, f"{text} ({of_stream})", f"raise {of_stream} of the account; then")
-    if limits.get("max_bytes_required") and not most:  # the lease bucket has max_bytes if required
-        text = "account: expected streams without max_bytes, found that it accepts none (max_bytes_required)"
-        return _room_error(plan.request, text, "set max_bytes_required to false; then")
-    limit, used = int(limits.get("max_streams") or 0), int(account.get("streams") or 0)
-    if 0 < limit < used + streams:
-        found = f"found max_streams {limit}, of which {used} are used"
-        text = f"account: expected room for {format_count(streams, 'stream')}, {found}"
-        do = "remove unused streams, or raise max_streams of the account; then"
-        return _room_error(plan.request, text, do)
-    return _consumer_shortage(plan, max(0, int(limits.get("max_consumers") or 0)))
+    storage, key = ("memory", "max_mem") if config.get("storage") == "memory" else ("storage", "max_file")
+    limit, size = int(limits.get(f"max_{storage}", -1)), (plan.stored_bytes - freed) * copies
+    if 0 <= limit < (wanted := size + int(account.get(storage) or 0)):
+        found = f"account: expected {key} of at least {size_words(wanted)}, found {size_words(limit)}"
+        return _room_error(plan.request, found)
+    count = len(plan.consumers) + int(plan.request.verify != "state" and plan.rows > 0)
+    most = min((each for of in (limits, config) if (each := int(of.get("max_consumers") or 0)) > 0), default=count)
+    found = f"stream {plan.name}: expected max_consumers of at least {count}, found {most}"
+    return _room_error(plan.request, found, of_consumers=True) if most < count else None
 
 
-def _consumer_shortage(plan: RestorePlan, limit: int) -> ConfigError | None:
-    """Return the error for too many consumers. `limit`: `max_consumers` of the account, per stream; 0 for none."""
-    request, count = plan.request, len(plan.consumers)
-    own = max(0, int(plan.config.get("max_consumers") or 0))
-    owner, limit = ("stream", own) if own > 0 and (own <= limit or not limit) else ("account", limit)
-    reader = int(request.verify != "state" and plan.rows > 0)
-    if not limit or count + reader <= limit:
-        return None
-    less = replace(request, consumers=False) if count > limit else replace(request, verify="state")
-    word = "restore without its consumers" if count > limit else "restore without reading it back"
-    beside = " and one that reads it back" if reader else ""
-    return _room_error(
-        request,
-        f"{owner}: expected {format_count(count, 'consumer')}{beside}, found max_consumers {limit}",
-        *(("raise max_consumers of the account; then",) if owner == "account" else ()),
-        less=(f"or {word}" if owner == "account" else word, repeat_command(less)) if request.promote else None,
-    )
+def _room_error(request: RestoreRequest, found: str, *, of_consumers: bool = False) -> ConfigError:
+    limits = "of the account (max_file, max_mem, max_streams, max_consumers, disk_max_stream_bytes, max_bytes_required)"
+    limits += " or of the server (max_file_store, max_memory_store, default_max_consumers)"
+    ends = [(f"make room, or change the limit {limits}; then", repeat_command(request))]
+    if of_consumers and request.promote:
+        less = ("or without its consumers; create those yourself", replace(request, consumers=False))
+        unread = ("or without reading it back", replace(request, verify="state"))
+        ends += [(text, repeat_command(each)) for text, each in (less, unread) if each != request]
+    return ConfigError(found, hint=choices(*ends), code=ROOM_CODE)
 
 
-def _room_error(request: RestoreRequest, found: str, *what: str, less: tuple[str, str] | None = None) -> ConfigError:
-    """Return the error. `what`: actions before the same command; `less`: text and command of a smaller restore."""
-    others = [less] if less is not None else []
-    return ConfigError(found, hint=choices(*((do, repeat_command(request)) for do in what), *others), code=ROOM_CODE)
-
-
-_UNSET_NOTE = "(not set, max_file_store is three quarters of the free disk)"
-# The errors of the server about a lack of room, by their number: the cause, and the remedy.
-_ROOM_ERRORS = {
-    10002: ("max_file or max_mem of the account is reached", "make room, or raise it"),
-    10023: ("max_file_store or max_memory_store of the server is reached", f"make room, or raise it {_UNSET_NOTE}"),
-    10026: ("max_consumers of the account, or default_max_consumers of the server, is reached", "raise it"),
-    10027: ("max_streams of the account is reached", "remove unused streams, or raise it"),
-    10028: ("max_memory_store of the server{} is reached", "make room, or raise it"),
-    10047: ("max_file_store of the server{} is reached", f"make room, or raise it {_UNSET_NOTE}"),
-    10113: ("the account accepts no stream without max_bytes (max_bytes_required)", "set it to false"),
-    10122: ("disk_max_stream_bytes or mem_max_stream_bytes of the account is below its max_bytes", "raise it"),
-}
-_ACCOUNT_LIMITS = {10028: ("max_memory", "max_mem"), 10047: ("max_storage", "max_file")}
+# Errors of the server about a lack of room: limits of the account and of the server.
+NO_RESOURCES, TOO_MANY_CONSUMERS, NO_STORAGE = 10023, 10026, 10047
+_NO_ROOM = (NO_RESOURCES, TOO_MANY_CONSUMERS, NO_STORAGE, 10002, 10027, 10028, 10113, 10122)
 # Consumers of a stream without a limit of its own or of the account, unless the server's configuration sets another.
 DEFAULT_MAX_CONSUMERS, DEFAULT_MAX_CONSUMERS_SINCE = 1000, (2, 15)
-_DISK_FULL = re.compile("no space left|disk quota exceeded|not enough space", re.IGNORECASE)
+_NO_ROOM_TEXT = re.compile(r"no space left|disk quota exceeded|not enough space|\((10\d{3})\)", re.IGNORECASE)
 
 
-async def room_error(client: FloeClient, error: FloeError, request: RestoreRequest, name: str) -> ConfigError | None:
-    """Read the limits of the account, and return the result of `as_room_error` with them."""
-    if as_room_error(error, request, name, is_clustered=client.is_clustered) is None:
-        return None
-    account = dict[str, Any]()
-    with suppress(FloeError):
-        account = await query(client, "INFO")
-    limits = account_limits(account) if account else None
-    return as_room_error(error, request, name, is_clustered=client.is_clustered, limits=limits)
-
-
-def as_room_error(
-    error: FloeError,
-    request: RestoreRequest,
-    name: str,
-    *,
-    is_clustered: bool,
-    limits: Sequence[Mapping[str, Any]] | None = None,
-) -> ConfigError | None:
+def room_error(error: FloeError, request: RestoreRequest, name: str, *, is_clustered: bool) -> ConfigError | None:
     """Return an error with a remedy if `error` reports that the server or the account has no room for the stream or its
-    consumers, else None; pure.
-
-    `is_clustered`: in a cluster, a lack of resources may be temporary. `limits`: of the account and its tiers, None if
-    they are not known.
+    consumers, else None; pure. `is_clustered`: in a cluster, a lack of resources may be temporary.
     """
-    if not isinstance(error, ApiError):
+    number = error.err_code if isinstance(error, ApiError) else 0
+    if number == RESTORE_FAILED and (cause := _NO_ROOM_TEXT.search(error.message)) is not None:
+        number = int(cause[1] or NO_STORAGE)
+    if number not in _NO_ROOM or (number == NO_RESOURCES and is_clustered):
         return None
-    number = error.err_code
-    if number == RESTORE_FAILED:
-        if _DISK_FULL.search(error.description):
-            text = f"stream {name}: the disk of the server is full: {error.message}"
-            return _room_error(request, text, "make room on it; then")
-        number = next((int(each) for each in re.findall(r"\((10\d{3})\)", error.description)), 0)
-    if number not in _ROOM_ERRORS or (number == 10023 and is_clustered):
-        return None
-    found, do = _ROOM_ERRORS[number]
-    if number in _ACCOUNT_LIMITS:
-        key, word = _ACCOUNT_LIMITS[number]
-        is_limited = limits is None or any(int(each.get(key, -1)) >= 0 for each in limits)
-        found = found.format(f", or {word} of the account," if is_limited else "")
-    less = None
-    if number == 10026 and request.promote and request.consumers:
-        less = ("or without its consumers; create those yourself", repeat_command(replace(request, consumers=False)))
-    return _room_error(request, f"stream {name}: {found}: {error.message}", f"{do}; then", less=less)
+    return _room_error(request, f"stream {name}: no room: {error.message}", of_consumers=number == TOO_MANY_CONSUMERS)
 
 
 async def _account(client: FloeClient) -> dict[str, Any]:

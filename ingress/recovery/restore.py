@@ -199,7 +199,7 @@ class Restore:
             check_lossless(plan)
             async with self.open_connection() as client:
                 leases = optional_leases(client, self.service, self._owner, self._clock)
-                return await dry_run(client, plan, leases, self.service.lease_bucket), None
+                return await dry_run(client, plan, leases), None
         except FloeError as error:
             return [], error
 
@@ -223,7 +223,7 @@ class Restore:
             except FloeError as error:
                 if error.code == RUNS_CODE:
                     raise
-                full = await room_error(client, error, self._request, plan.name)
+                full = room_error(error, self._request, plan.name, is_clustered=client.is_clustered)
                 # A cluster counts the leftover of an earlier attempt until all its servers have removed it.
                 waits = (full is not None or error.code == ROOM_CODE) and attempt in range(1, 3) and client.is_clustered
                 if full is not None and not waits:
@@ -263,7 +263,7 @@ class Restore:
         )
 
     async def _attempt(self, client: FloeClient, plan: RestorePlan) -> RestoreReport:
-        ready = await preflight(client, plan, self.service.lease_bucket if self._request.promote else "")
+        ready = await preflight(client, plan)
         self._note(ready.notes)
         guarded = self._guarded = GuardedStream(client, ready.plan, self._clock, self._progress, self._stop)
         if not self._request.promote:  # a drill has a lease of its own, for a name that no one else uses
