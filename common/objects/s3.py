@@ -503,17 +503,14 @@ class S3Objects:
         except ClientError as error:
             raise self._answer_error(verb, key, error, writes, used) from error
         except ResponseParserError as error:
-            if not writes and self._is_plain_on_tls():
-                raise self._scheme_error(verb, key) from error
             kind: type[FloeError] = OutcomeUnknown if writes else Unavailable
             text = f"{verb} {self._url(key)}: not an S3 answer: {without_paths(str(error)):.200}"
-            raise kind(text, code="E-LIST-INVALID" if verb == "list" else "E-S3-INVALID") from error
+            code = "E-LIST-INVALID" if verb == "list" else "E-S3-INVALID"
+            raise kind(text, hint=s3_errors.CLOSED_HINT, code=code) from error
         except BotoCoreError as error:
             raise self._no_answer_error(verb, key, error, writes) from error
 
     def _answer_error(self, verb: str, key: str, error: ClientError, writes: bool, used: S3Client) -> FloeError:
-        if code_of(error.response) == "400" and self._is_plain_on_tls():  # not from S3, which names its errors
-            return self._scheme_error(verb, key)
         self._has_answered = True
         found = s3_errors.answer_error(verb, self._url(key), error.response)
         if isinstance(found, Refused) and (place := self._reread_credential(used)):
@@ -546,9 +543,6 @@ class S3Objects:
             text = f"{verb} {self._url(key)}: store {without_paths(self._endpoint)}: {self._timeout_text(error)}"
         if writes and self._outcomes.may_be_done:
             return OutcomeUnknown(text)
-        is_not_tls = isinstance(error, boto.SSLError) and s3_errors.is_not_tls(detail) and not self._has_answered
-        if is_not_tls or (isinstance(error, boto.ConnectionClosedError) and self._is_plain_on_tls()):
-            return self._scheme_error(verb, key)
         return StoreUnavailable(text, hint=s3_errors.NO_ANSWER_HINT if is_timeout else s3_errors.CLOSED_HINT)
 
     def _timeout_text(self, error: BotoCoreError) -> str:
@@ -560,14 +554,6 @@ class S3Objects:
     @property
     def _endpoint(self) -> str:
         return str(self._client.meta.endpoint_url)
-
-    def _is_plain_on_tls(self) -> bool:
-        """True if the address is `http://` and the server there speaks TLS; not tested after a first answer."""
-        plain = not self._has_answered and self._endpoint.startswith("http:")
-        return plain and s3_errors.speaks_tls(self._endpoint)
-
-    def _scheme_error(self, verb: str, key: str) -> ConfigError:
-        return s3_errors.scheme_error(f"{verb} {self._url(key)}", self._endpoint)
 
     def _url(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import socket
-import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
@@ -42,7 +41,7 @@ ACCESS_DENIED = Meaning(Refused, "", "E-S3-DENIED")  # the hint names the permis
 WRONG_REGION = Meaning(ConfigError, "", "E-S3-REGION")  # the hint names the region
 _SIGNATURE = "the secret key is not the one of this access key, or a proxy changes requests"
 _REFUSED = Meaning(Refused, "check the credential, its rights, and the state of the account", "E-S3-DENIED")
-_SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
+_SETTINGS = "check store: endpoint_url (http or https), addressing_style, checksum, encryption, storage_class"
 _INVALID = Meaning(ConfigError, _SETTINGS, "E-S3-REQUEST")
 _UNSUPPORTED = Meaning(ConfigError, "unsupported here; see store.checksum and store.encryption", "E-S3-REQUEST")
 _CLASS = Meaning(
@@ -214,10 +213,7 @@ def _headers_of(response: Mapping[str, Any]) -> Mapping[str, str]:
 
 _URL = re.compile(r"""(https?://)(?:[^/\s"'@]*@)?([^/\s"'?]+)[^\s"']*""")
 _UNKNOWN_HOST = re.compile(r"failed to resolve|name or service not known|nodename nor servname|getaddrinfo", re.I)
-# Errors of a handshake with a server that does not speak TLS, by the versions of OpenSSL.
-_NOT_TLS = re.compile(r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|record layer failure|UNKNOWN_PROTOCOL|HTTP_REQUEST")
 _ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
-PROBE_TIMEOUT_S = 3.0  # seconds
 
 
 def without_paths(text: str) -> str:
@@ -243,36 +239,7 @@ def connection_problem(endpoint: str, cause: str) -> tuple[str, str]:
 
 
 NO_ANSWER_HINT = "check store.endpoint_url, that the store answers others, and the network path to it"
-CLOSED_HINT = "check that store.endpoint_url is the port of an S3 server; see the store's log"
-
-
-def is_not_tls(cause: str) -> bool:
-    return _NOT_TLS.search(cause) is not None
-
-
-def speaks_tls(endpoint: str) -> bool:
-    """True if the server at the address answers a TLS handshake, with any certificate. Blocking."""
-    address = urlsplit(endpoint)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    try:
-        with (
-            socket.create_connection((address.hostname or "", address.port or 80), PROBE_TIMEOUT_S) as line,
-            context.wrap_socket(line, server_hostname=address.hostname),
-        ):
-            return True
-    except ssl.SSLError as error:
-        return "ALERT" in str(error).upper()
-    except (OSError, ValueError):
-        return False
-
-
-def scheme_error(text: str, endpoint: str) -> ConfigError:
-    found, expected = ("https", "http") if endpoint.startswith("https") else ("http", "https")
-    what = "the port does not speak TLS" if found == "https" else "the port speaks TLS"
-    address = without_paths(endpoint)
-    hint = f"set store.endpoint_url: {expected}{address.removeprefix(found)}, or the port that speaks {found}"
-    return ConfigError(f"{text}: store {address}: {what}", hint=hint, code="E-S3-TLS")
+CLOSED_HINT = "check store.endpoint_url: the port of an S3 server, https:// if it speaks TLS, else http://; see its log"
 
 
 STORE_VERBS = ("list", "get", "download", "put", "put_if_absent", "put_if_match", "delete", "head")

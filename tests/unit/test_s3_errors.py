@@ -21,7 +21,7 @@ KMS = (Refused, "E-S3-KMS", "grant kms:GenerateDataKey and kms:Decrypt on the ke
 REGION = (ConfigError, "E-S3-REGION", "set store.region: the region of the bucket")
 REDIRECTED = (Unavailable, "E-S3-LATER", "redirected, such as to https://; check store.endpoint_url")
 UNABLE = (ConfigError, "E-S3-REQUEST", "unsupported here; see store.checksum and store.encryption")
-SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
+SETTINGS = "check store: endpoint_url (http or https), addressing_style, checksum, encryption, storage_class"
 OTHER_SECRET = "the secret key is not the one of this access key, or a proxy changes requests"
 
 # Status and code as stores send them, by the resulting error. The status decides for codes that are not listed;
