@@ -31,7 +31,7 @@ from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unava
 from common.nats.credentials import apply_context
 from common.nats.requests import NO_RESPONDERS_CODE, ApiError
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
-from common.objects.port import BucketStore, LifecycleRule, LinkingStore, ObjectStore, read_store_clock
+from common.objects.port import BucketStore, LifecycleRule, ObjectStore, read_store_clock
 from common.service.process import ThreadPool
 from common.settings.types import size_words
 from common.tasks import cancel
@@ -438,11 +438,6 @@ class _StoreProbes:
             ignored += ["If-Match"] if objects.put_if_match(key, b"z", NO_ETAG) else []
         except ConfigError as error:  # of the condition, since the plain put succeeded
             return problem("store", "conditional put", error.message, _NO_CONDITIONS_MEANING, _OTHER_STORE)
-        if isinstance(objects, LinkingStore) and not objects.has_links():
-            found = "the file system has no hard links: only locks on this host keep two writers apart"
-            meaning = "two hosts that write here may overwrite each other's changes"
-            todo = "write from one host only; else use a file system with hard links, or S3"
-            return warning("store", "conditional put", found, meaning, todo)
         if not ignored:
             self._has_conditions = True
             return ok("store", "conditional put", "a condition that does not hold is refused")

@@ -136,19 +136,15 @@ def sync_folder(path: Path) -> None:
 _NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def link_or_rename(new: Path, path: Path) -> None:
-    """Give the file `new` the name `path`, under the lock of its key. Raises FileExistsError if there is one.
-
-    Without hard links the file is renamed. Then only the lock, which other hosts may not see, keeps two writers apart.
-    """
+def link(new: Path, path: Path) -> None:
+    """Give the file `new` the name `path`. Raises FileExistsError if there is one, ConfigError without hard links."""
     try:
         os.link(new, path)
     except OSError as error:
         if error.errno not in _NO_LINK_ERRNOS:
             raise
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "an object exists", str(path)) from error
-        new.replace(path)
+        hint = "use a folder of another file system, or S3"
+        raise ConfigError(f"put {path}: the file system of the store has no hard links", hint=hint) from error
 
 
 def set_unique_time(path: Path) -> None:
@@ -231,7 +227,7 @@ class LocalObjects:
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
-        return self._write(key, body, sha256, metadata, link_or_rename, lambda found: found is None)
+        return self._write(key, body, sha256, metadata, link, lambda found: found is None)
 
     @measure_call("put")
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
@@ -256,17 +252,6 @@ class LocalObjects:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
 
-    def has_links(self) -> bool:
-        with self._translate_errors("link", HIDDEN_FOLDER), self._hidden.new_file() as (_, new):
-            link = new.with_suffix(".link")
-            try:
-                os.link(new, link)
-            except OSError as error:
-                if error.errno in _NO_LINK_ERRNOS:
-                    return False
-                raise
-            link.unlink()
-        return True
 
     # Reading
 

@@ -153,14 +153,6 @@ class PagedStore(Protocol):
 
 
 @runtime_checkable
-class LinkingStore(Protocol):
-    """A folder on a file system that may lack hard links. Raises as the verbs."""
-
-    def has_links(self) -> bool:
-        """True if it has hard links. Without them only one host may write: its locks keep its own writers apart."""
-
-
-@runtime_checkable
 class ClassingStore(Protocol):
     """A store with storage classes."""
 

@@ -32,20 +32,9 @@ from tests.support.proxies import FaultProxy, refusing_conditions
 MIB = 1024 * 1024
 
 
-def forbid_links(monkeypatch: pytest.MonkeyPatch, number: int = errno.EPERM) -> None:
-    """Refuse hard links from now on, as exFAT (EPERM), SMB and FUSE (ENOTSUP) do."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("common.objects.local.os.link", refuse)
-
-
-@pytest.fixture(params=["local", "local without links", "s3", "simulated"])
+@pytest.fixture(params=["local", "s3", "simulated"])
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> port.ObjectStore:
     kind: str = request.param
-    if kind == "local without links":
-        forbid_links(request.getfixturevalue("monkeypatch"))
     if kind == "simulated":  # a store of a world without other events: each call completes at once
         return SimObjects(World(1, Carriers()))
     return s3_objects(request.getfixturevalue("s3")) if kind == "s3" else LocalObjects(tmp_path / "store")
@@ -353,27 +342,17 @@ def test_a_local_store_whose_folder_went_away_is_not_empty_and_may_come_back(tmp
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_without_links_one_of_many_writers_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    forbid_links(monkeypatch, number)
-    objects, replace_file, seen = LocalObjects(tmp_path), Path.replace, list[bytes]()
-    assert not objects.has_links()
+def test_a_folder_without_hard_links_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
 
-    def look_and_replace(new: Path, path: Path) -> Path:
-        if path.name == "k":
-            assert not os.path.lexists(path), "nothing stands under the key before the whole object"
-            seen.append(new.read_bytes())
-        return replace_file(new, path)
-
-    monkeypatch.setattr(Path, "replace", look_and_replace)
-    bodies = [f"writer {n}".encode() * 1000 for n in range(8)]
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        won = list(pool.map(lambda body: objects.put_if_absent("a/k", body), bodies))
-    assert sum(won) == 1
-    assert seen == [bodies[won.index(True)]] == [objects.get("a/k")]
-    # An object of a writer without the lock is not replaced either.
-    monkeypatch.setattr(objects._hidden, "store_metadata", lambda *_: (tmp_path / "k").write_bytes(b"theirs"))
-    assert not objects.put_if_absent("k", b"ours")
-    assert objects.get("k") == b"theirs"
+    monkeypatch.setattr("common.objects.local.os.link", refuse)  # exFAT: EPERM; SMB and FUSE: ENOTSUP
+    with pytest.raises(ConfigError, match="the file system of the store has no hard links") as caught:
+        LocalObjects(tmp_path).put_if_absent("a/k", b"1")
+    assert (caught.value.exit_code, len(str(caught.value).splitlines())) == (78, 1)
+    assert LocalObjects(tmp_path).list("") == []
 
 
 def test_a_folder_that_cannot_be_synced_takes_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
