@@ -31,7 +31,7 @@ from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unava
 from common.nats.credentials import apply_context
 from common.nats.requests import NO_RESPONDERS_CODE, ApiError
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
-from common.objects.port import BucketStore, LifecycleRule, ObjectStore, read_store_clock
+from common.objects.port import BucketStore, ConditionalPutRefused, LifecycleRule, ObjectStore, read_store_clock
 from common.service.process import ThreadPool
 from common.settings.types import size_words
 from common.tasks import cancel
@@ -436,13 +436,15 @@ class _StoreProbes:
         try:
             ignored = ["If-None-Match"] if objects.put_if_absent(key, b"y") else []
             ignored += ["If-Match"] if objects.put_if_match(key, b"z", NO_ETAG) else []
-        except ConfigError as error:  # of the condition, since the plain put succeeded
-            return problem("store", "conditional put", error.message, _NO_CONDITIONS_MEANING, _OTHER_STORE)
+        except ConditionalPutRefused as error:
+            needs = "compaction" in self._roles and self._settings.compaction.retention.is_set
+            finding = problem if needs else warning
+            return finding("store", "conditional put", error.message, _NO_CONDITIONS_MEANING, _OTHER_STORE)
         if not ignored:
             self._has_conditions = True
             return ok("store", "conditional put", "a condition that does not hold is refused")
-        found = f"ignored: {', '.join(ignored)}"
-        return warning("store", "conditional put", found, _CONDITIONS_MEANING, _SAME_NAME_REMEDY)
+        todo = f"set store.conditional_puts: no; {_SAME_NAME_REMEDY}"
+        return warning("store", "conditional put", f"ignored: {', '.join(ignored)}", _CONDITIONS_MEANING, todo)
 
     def _concurrent(self) -> DoctorFinding:
         """Let several writers make one key at once: one may win. Without the right to delete, they replace it."""
@@ -465,8 +467,8 @@ class _StoreProbes:
         with ThreadPoolExecutor(CONCURRENT_WRITERS) as pool:
             try:
                 winners = sum(pool.map(write, bodies))
-            except ConfigError:
-                return skipped("store", "concurrent put", "not tested: the store refuses conditions")
+            except ConditionalPutRefused:
+                return skipped("store", "concurrent put", "not tested: the store supports no conditions")
         found = f"{winners} of {CONCURRENT_WRITERS} concurrent writers of one key succeeded"
         if winners == 1:
             return ok("store", "concurrent put", found)
@@ -602,8 +604,12 @@ _CONDITIONS_MEANING = (
     "conditions are a second line of defence: names contain digests and every put is read back, so segments are safe; "
     "two processes that write one small document at the same time may overwrite each other's changes"
 )
-_NO_CONDITIONS_MEANING = "segments, documents of chains, floors and gaps, which are put on a condition, cannot be put"
-_OTHER_STORE = "use a store that takes If-None-Match and If-Match"
+_NO_CONDITIONS_MEANING = (
+    "segments, captures, snapshots and tombstones have digests in their names: they are put without a condition and "
+    "read back; stream.json, chain.json, starts and accepted gaps are claimed in the state bucket of the role before "
+    "they are put. Writes without such a claim are refused with E-STORE-CONDITIONS: retention, which raises floors"
+)
+_OTHER_STORE = "none needed without retention; else use a store that supports conditions"
 _SAME_NAME_REMEDY = "never run two sites under one name; use a newer version of the store if there is one"
 
 

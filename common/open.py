@@ -15,7 +15,7 @@ from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.service.process import on_hangup
 
 if TYPE_CHECKING:
-    from common.archive.documents import ChainStore
+    from common.archive.documents import ChainStore, PutOnceClaims
     from common.archive.store import SegmentStore
     from common.objects.port import ObjectStore
     from common.service.reload import Planner
@@ -83,7 +83,9 @@ def open_for_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
     return open_store(settings, objects), open_chains(settings, objects)
 
 
-def open_chains(settings: Settings, objects: ObjectStore | None = None) -> ChainStore:
+def open_chains(
+    settings: Settings, objects: ObjectStore | None = None, claims: PutOnceClaims | None = None
+) -> ChainStore:
     from common.archive.documents import ChainStore
 
-    return ChainStore(objects or open_objects(settings.store, creates=False), Layout(settings.store.prefix))
+    return ChainStore(objects or open_objects(settings.store, creates=False), Layout(settings.store.prefix), claims)

@@ -29,7 +29,7 @@ from common.archive.store import SegmentGone, SegmentStore, quarantine_command
 from common.archive.table import WINDOW_SEGMENTS, SegmentTable
 from common.archive.unread import StretchReader, UnreadableSegment, open_stretch, reading
 from common.chain import Chain
-from common.errors import DataError, FloeError
+from common.errors import DataError
 from common.sequences import CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.merge import union

@@ -11,7 +11,7 @@ from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import Unavailable, UsageError
 from common.metrics import version
-from common.nats.buckets import optional_leases, optional_state
+from common.nats.buckets import BucketClaims, optional_leases, optional_state
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue
 from common.nats.lease import Lease, Leases, format_owner, new_owner
@@ -84,7 +84,7 @@ def make_deps(
         state=state,
         objects=objects,
         store=open_store(settings, objects),
-        chains=open_chains(settings, objects),
+        chains=open_chains(settings, objects, BucketClaims(state)),
         budget=MemoryBudget(settings.egress.memory_limit, chains),
         clock=client.clock,
         rng=random.SystemRandom(),

@@ -16,7 +16,7 @@ from common.hints import checkpoint_command
 from common.leasing import LeaseGroup, LeaseMetrics, group_name
 from common.logs import get_logger
 from common.metrics import show_zeros
-from common.nats.buckets import open_leases
+from common.nats.buckets import BucketClaims, open_leases, optional_state
 from common.nats.client import FloeClient, connect
 from common.nats.lease import Leases, RenewalThread, new_owner
 from common.observe.coverage import CoverageScanner
@@ -167,6 +167,7 @@ class Controller:
         settings, clock, health = self._settings.ingress, self._clock, self._health
         group = group_name(lease_key(target.stream) for target in settings.targets)
         documents, store, threads, pollers = self._documents, self._store, self._threads, self._poll_threads
+        documents.claims = BucketClaims(optional_state(client, settings))
         sites = Heartbeats(documents, pollers, clock, settings.silent_after)
         pace = settings.poll_seconds, sites, settings.requests_per_second
         discovery = Discovery(documents, pollers, clock, health, *pace)

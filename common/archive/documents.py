@@ -32,8 +32,9 @@ from common.clock import NS_PER_S, format_time, parse_time
 from common.documents import JsonCodec
 from common.errors import DataError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.exits import floe_command
+from common.failpoints import failpoint
 from common.logs import get_logger
-from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore, sha256_of
+from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectInfo, ObjectStore, sha256_of
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.subjects import name_matches
 
@@ -57,6 +58,19 @@ class StoredValue(Protocol):
 V = TypeVar("V", bound=StoredValue)
 
 
+class PutOnceClaims(Protocol):
+    """Arbiter between writers of one document, for stores that refuse conditions. Blocking; not for the event loop."""
+
+    def claim(self, key: str, body: bytes) -> tuple[bytes, int]:
+        """Claim `key`. Return the bytes that were claimed first, `body` if none were, and the claim's revision.
+
+        Raises Unavailable, OutcomeUnknown.
+        """
+
+    def settle(self, key: str, revision: int) -> None:
+        """Remove the claim: its document is there. If this fails, the claim stays, which is harmless."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document(Generic[D]):
     """One small object that holds a value of type D. Its twin for the buckets of NATS is `common.nats.kv.KvDocument`.
@@ -72,7 +86,8 @@ class Document(Generic[D]):
 
     A value above `max_bytes` is not written, and not more than that is read. Bytes that are too large, damaged, of
     another version, or that have a problem according to `check` are never acted on: `read` and `create` raise DataError
-    (E-STATE-JSON) with `hint`. Every method raises the errors of the object store.
+    (E-STATE-JSON) with `hint`. Every method raises the errors of the object store. `claims`: for `create`, if the store
+    refuses conditions; it raises ConditionalPutRefused without.
     """
 
     objects: ObjectStore
@@ -82,6 +97,7 @@ class Document(Generic[D]):
     check: Callable[[D], str] = lambda _: ""
     max_bytes: int = MAX_DOCUMENT_BYTES
     hint: str = "put a good copy in its place; until then it is not used"
+    claims: PutOnceClaims | None = None
 
     # Reading
 
@@ -116,7 +132,12 @@ class Document(Generic[D]):
         body = self._body(value)
         # Check first, because some servers ignore the condition of the put.
         if self.head() is None:
-            self._send(self.objects.put_if_absent, body, sha256=sha256_of(body))
+            try:
+                self._send(self.objects.put_if_absent, body, sha256=sha256_of(body))
+            except ConditionalPutRefused:
+                if self.claims is None:
+                    raise
+                self._put_claimed(self.claims, body)
         if (found := self.read()) is None:
             raise Unavailable(f"{self.key}: not found after it was put", code="E-READ-BACK")
         return found
@@ -137,7 +158,7 @@ class Document(Generic[D]):
         body = self._body(value)
         try:
             return self.objects.put_if_absent(self.key, body, sha256=sha256_of(body))
-        except OutcomeUnknown:
+        except (ConditionalPutRefused, OutcomeUnknown):
             if self.head() is not None:
                 return False
         self.put(value)
@@ -170,6 +191,18 @@ class Document(Generic[D]):
             put(self.key, *given, **named)
         except (OutcomeUnknown, also) as error:
             log.warning("document unconfirmed", action="document_unconfirmed", key=self.key, error=str(error))
+
+    def _put_claimed(self, claims: PutOnceClaims, body: bytes) -> None:
+        """Put the bytes that were claimed first, by this writer or by another."""
+        claimed, revision = claims.claim(self.key, body)
+        failpoint("documents.claimed")
+        # Check after the claim: another writer may have settled its own before, or the bucket of claims was lost.
+        if self.head() is None:
+            failpoint("documents.put_claimed")
+            self._send(self.objects.put, claimed, sha256=sha256_of(claimed))
+        if self.head() is not None:
+            failpoint("documents.settle")
+            claims.settle(self.key, revision)
 
 
 def list_named(objects: ObjectStore, prefix: str, parse: Callable[[str], D | None]) -> Iterator[tuple[D, ObjectInfo]]:
@@ -568,17 +601,19 @@ _CAS_ATTEMPTS = 5  # attempts at compare-and-set, each lost to another writer
 class ChainStore:
     """The documents under one layout. Blocking; safe to use from several threads.
 
+    `claims`: needed for a `create_…` if the store refuses conditions; it raises ConditionalPutRefused without.
+
     A `read_…` method returns None if there is no such document; a `create_…` method writes the document unless there
     is one, and returns the one that is there afterwards. Every method raises the errors of the object store, and
     DataError (E-STATE-JSON) for an invalid document.
     """
 
-    def __init__(self, objects: ObjectStore, layout: Layout) -> None:
-        self.objects, self.layout = objects, layout
+    def __init__(self, objects: ObjectStore, layout: Layout, claims: PutOnceClaims | None = None) -> None:
+        self.objects, self.layout, self.claims = objects, layout, claims
         self._reported_invalid: dict[str, str] = {}  # the key and error of invalid gaps, heartbeats and runs
 
     def _document(self, key: str, kind: type[V], check: Callable[[V], str] = lambda _: "") -> Document[V]:
-        return Document(self.objects, key, kind.to_json, kind.from_json, check=check)
+        return Document(self.objects, key, kind.to_json, kind.from_json, check=check, claims=self.claims)
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         return self._stream(chain).create(document)
@@ -766,7 +801,12 @@ class ChainStore:
 
     def accept_gap(self, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
         """Write an accepted gap unless its range is accepted already. Return the stored one, read back."""
-        return self._gap(self.layout.gaps_prefix(chain), gap.range).create(gap)
+        document = self._gap(self.layout.gaps_prefix(chain), gap.range)
+        try:
+            return document.create(gap)
+        except ConditionalPutRefused:  # another writer accepts the same range, which is the key: only the notes differ
+            document.replace(gap)
+            return document.create(gap)
 
     def skipped_gaps(self, target: str, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
         return self._gaps(self.layout.skipped_prefix(target, chain), position)

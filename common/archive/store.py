@@ -19,6 +19,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from common.archive.documents import SnapshotRef
@@ -36,7 +37,7 @@ from common.failpoints import failpoint
 from common.logs import get_logger
 from common.metrics import counter
 from common.objects.open import is_verifying
-from common.objects.port import ChecksumMismatch, ClassingStore, ObjectInfo, ObjectStore, body_size, sha256_of
+from common.objects.port import ChecksumMismatch, ClassingStore, ObjectInfo, ObjectStore, body_size, put_new, sha256_of
 from common.sequences import SequenceRange, cover, holes
 
 log = get_logger(__name__)
@@ -252,7 +253,7 @@ class SegmentStore:
         kind, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
         objects = self._objects_of(ref)
         for number, pause in enumerate((*PUT_RETRY_S, 0.0)):
-            put = objects.put if number else objects.put_if_absent
+            put = objects.put if number else partial(put_new, objects)
             cause: OutcomeUnknown | None = None
             failpoint(f"{point}put")
             try:

@@ -1,11 +1,14 @@
 """The two buckets of a service: its state, and the leases that its instances share."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from hashlib import sha256
+from typing import Any, TypeVar
 
 from common.clock import Clock
-from common.errors import Refused
+from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.nats.api import max_replicas, stream_info, stream_names
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue
@@ -85,6 +88,49 @@ def _lease_bucket(
     count = replicas or partial(kv_replicas, client, settings, target)
     ttl, size = settings.lease_ttl, settings.lease_bytes
     return KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=count, optional=optional, max_bytes=size)
+
+
+T = TypeVar("T")
+CLAIM_ATTEMPTS = 5  # a try fails if the claim is settled between `create` and `get`, or if an answer is lost
+CLAIM_TIMEOUT_S = 60.0  # seconds for all tries; each request has its own limit
+
+
+class BucketClaims:
+    """Claims on documents that are put once, under `claims.` in the bucket `state`: `PutOnceClaims` of the chain store.
+
+    Create it in the event loop; call it from threads.
+    """
+
+    def __init__(self, state: KeyValue) -> None:
+        self._state, self._loop = state, asyncio.get_running_loop()
+
+    def claim(self, key: str, body: bytes) -> tuple[bytes, int]:
+        return self._wait(self._claim(key, body))
+
+    async def _claim(self, key: str, body: bytes) -> tuple[bytes, int]:
+        for _ in range(CLAIM_ATTEMPTS):
+            with suppress(OutcomeUnknown):  # the read below settles it
+                if (revision := await self._state.create(_claim_key(key), body)) is not None:
+                    return body, revision
+            if (entry := await self._state.get(_claim_key(key))) is not None:
+                return entry.value, entry.revision
+        raise Unavailable(f"claim of {key}: lost to other writers {CLAIM_ATTEMPTS} times", code="E-STORE-CONTENDED")
+
+    def settle(self, key: str, revision: int) -> None:
+        with suppress(FloeError):
+            self._wait(self._state.delete(_claim_key(key), revision))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        doing = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return doing.result(CLAIM_TIMEOUT_S)
+        except TimeoutError:
+            doing.cancel()
+            raise Unavailable(f"claims in {self._state.bucket}: no answer within {CLAIM_TIMEOUT_S:g} s") from None
+
+
+def _claim_key(key: str) -> str:
+    return f"claims.{sha256(key.encode()).hexdigest()[:32]}"
 
 
 @asynccontextmanager

@@ -252,7 +252,6 @@ class LocalObjects:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
 
-
     # Reading
 
     def _path(self, key: str) -> Path:

@@ -48,6 +48,7 @@ def open_objects(settings: StoreSettings, *, timeout: float | None = None, creat
         storage_class=settings.storage_class,
         encryption=settings.encryption.mode,
         kms_key_id=settings.encryption.kms_key_id,
+        conditional_puts=settings.conditional_puts,
     )
     if timeout is not None:
         options = replace(options, attempts=2, connect_timeout=timeout, read_timeout=timeout)

@@ -40,9 +40,9 @@ class ObjectStore(Protocol):
     """A flat store of immutable-by-convention objects.
 
     Every verb raises `Unavailable` if the store cannot be reached or asks for a later retry (after its own bounded
-    retries), `Refused` for credentials and permissions, `ConfigError` if the bucket does not exist, or if the
-    store refuses conditions (E-STORE-CONDITIONS). Only the four writing verbs raise `OutcomeUnknown`: the answer was
-    lost.
+    retries), `Refused` for credentials and permissions, `ConfigError` if the bucket does not exist. Only the four
+    writing verbs raise `OutcomeUnknown`: the answer was lost. The two with a condition raise `ConditionalPutRefused` if
+    the store supports none.
     """
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
@@ -227,6 +227,22 @@ def _key_error(key: str, expected: str) -> ConfigError:
 
 
 COPY_CHUNK_BYTES = 1024 * 1024
+
+
+class ConditionalPutRefused(ConfigError):
+    """The store refuses a put with a condition; nothing was done. Writers of a plain put must agree by other means."""
+
+    default_code = "E-STORE-CONDITIONS"
+
+
+def put_new(objects: ObjectStore, key: str, body: Body, *, sha256: str, metadata: Mapping[str, str]) -> None:
+    """Put an object whose key holds the digest of its content, unless there is one: another writer puts the same bytes.
+    So it is put over any in a store that refuses conditions. Raises the other errors of both verbs.
+    """
+    try:
+        objects.put_if_absent(key, body, sha256=sha256, metadata=metadata)
+    except ConditionalPutRefused:
+        objects.put(key, body, sha256=sha256, metadata=metadata)
 
 
 class ChecksumMismatch(Unavailable):

@@ -40,6 +40,7 @@ from common.objects import s3_errors
 from common.objects.port import (
     COPY_CHUNK_BYTES,
     Body,
+    ConditionalPutRefused,
     LifecycleRule,
     ObjectInfo,
     body_size,
@@ -72,7 +73,8 @@ class S3Options:
 
     `checksum`: the kind that the server checks on a put. `attempts`: per request, the first included.
     `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store. Bodies above
-    `multipart_bytes` are uploaded in parts of `part_bytes`.
+    `multipart_bytes` are uploaded in parts of `part_bytes`. `conditional_puts`: `no` sends no condition, `auto` none after
+    the first refusal: ConditionalPutRefused; with `yes` such a refusal is a configuration error.
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
@@ -86,6 +88,7 @@ class S3Options:
     connections: int = 32
     multipart_bytes: int = 64 * 1024 * 1024
     part_bytes: int = 16 * 1024 * 1024
+    conditional_puts: Literal["auto", "yes", "no"] = "auto"
 
     def put_fields(self) -> dict[str, Any]:
         fields = {
@@ -187,7 +190,7 @@ def _disable_redirects(context: dict[str, Any], **_: object) -> None:
 
 
 KEYS_PER_PAGE = 1000
-CONDITIONS_HINT = "use a store that takes If-None-Match and If-Match; `floe doctor` shows if that is the cause"
+CONDITIONS_HINT = "concurrent writes are claimed in the state bucket; retention needs a store with conditions"
 
 T = TypeVar("T")
 
@@ -215,6 +218,7 @@ class S3Objects:
         self._client = self._make_client()
         # Before the first answer the address may be wrong; later the same errors mean a network problem.
         self._has_answered = False
+        self._refuses_conditions = self._options.conditional_puts == "no"
 
     def with_storage_class(self, name: str) -> S3Objects:
         view = copy.copy(self)
@@ -441,6 +445,10 @@ class S3Objects:
         self, key: str, body: Body, sha256: str | None, metadata: Mapping[str, str] | None, condition: Mapping[str, str]
     ) -> bool:
         check_key(key)
+        if condition and self._refuses_conditions:
+            is_off = self._options.conditional_puts == "no"
+            reason = "store.conditional_puts is no" if is_off else "one was refused before"
+            raise ConditionalPutRefused(f"put {self._url(key)}: no condition is sent: {reason}", hint=CONDITIONS_HINT)
         self._use_new_secret()
         target = {"Bucket": self._bucket, "Key": key}
         fields = {"Metadata": dict(metadata or {}), **self._options.put_fields()}
@@ -465,8 +473,7 @@ class S3Objects:
         except ClientError as error:
             is_missing = "IfMatch" in condition and code_of(error.response) in s3_errors.MISSING_KEY
             if condition and s3_errors.may_refuse_conditions(error.response):
-                text = s3_errors.answer_error("put", upload.place, error.response).message
-                raise ConfigError(text, hint=CONDITIONS_HINT, code="E-STORE-CONDITIONS") from error
+                raise self._conditions_error(upload.place, error) from error
             if not is_missing and not (condition and status_of(error.response) == 412):
                 raise
             if self._outcomes.may_be_done:
@@ -490,6 +497,15 @@ class S3Objects:
                 # The upload only takes space until the bucket's rule for incomplete uploads removes it.
                 log.warning("upload abort failed", action="upload_abort_failed", error=without_paths(str(error)))
             self._outcomes.may_be_done = may_be_done
+
+    def _conditions_error(self, place: str, error: ClientError) -> ConfigError:
+        text = s3_errors.answer_error("put", place, error.response).message
+        if self._options.conditional_puts == "yes":
+            return ConfigError(text, hint="set store.conditional_puts: auto", code="E-STORE-CONDITIONS")
+        if not self._refuses_conditions:
+            log.warning("conditional put refused", action="conditions_refused", error=text)
+        self._refuses_conditions = True
+        return ConditionalPutRefused(f"{text}: the store refuses conditions", hint=CONDITIONS_HINT)
 
     # Errors
 

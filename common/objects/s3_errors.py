@@ -131,7 +131,7 @@ _CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "Un
 
 
 def may_refuse_conditions(response: Mapping[str, Any]) -> bool:
-    """True if this answer to a conditional put may mean that the store supports none."""
+    """True if this answer to a conditional put may mean that the store supports none; a plain put settles it."""
     status = status_of(response)
     return status == 501 or (status == 400 and code_of(response) in _CONDITION_UNKNOWN)
 

@@ -75,6 +75,9 @@ class StoreSettings(Section):
     allow_plaintext: t.Flag = option(
         False, "send payloads without TLS to a store on another host; anyone on the network path can read them"
     )
+    conditional_puts: Literal["auto", "yes", "no"] = option(
+        "auto", "send conditions with puts; auto: until the store refuses one; no: also for a store that ignores them"
+    )
     subject_statistics: t.Flag = option(
         True, "false: metadata of segments has no least and greatest subject, which are easy to read there"
     )

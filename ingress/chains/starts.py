@@ -102,8 +102,9 @@ class StartResolver:
         if not settings.is_set:
             return None
         key = self._documents.layout.start_document(self._target, chain.site, chain.feed)
+        objects, claims = self._documents.objects, self._documents.claims
         form = FeedStart.to_json, FeedStart.from_json
-        document = Document(self._documents.objects, key, *form, hint=RESOLVED_AGAIN_HINT)
+        document = Document(objects, key, *form, hint=RESOLVED_AGAIN_HINT, claims=claims)
         if (start := document.read()) is not None:
             return start
         if any(_feed(other) == _feed(chain) for other in positions):

@@ -165,19 +165,31 @@ def test_one_of_racing_writers_creates_and_none_of_their_updates_is_lost(objects
 
 @pytest.mark.parametrize("status", [400, 501])
 def test_a_store_that_refuses_conditions_holds_nothing_of_it(s3: SharedS3, in_parts: S3Options, status: int) -> None:
+    large = bytes(7 * MIB)
     with refusing_conditions(FaultProxy(s3.endpoint_url), status) as proxy:
-        objects = s3_objects(s3, in_parts, proxy.url)
-        objects.put("k", b"one")
-        for put in (
-            lambda: objects.put_if_absent("new", b"x"),
-            lambda: objects.put_if_match("k", b"x", "etag"),
-            lambda: objects.put_if_absent("new", bytes(7 * MIB)),
+        for wanted, kind, sent in (
+            ("no", port.ConditionalPutRefused, 0),
+            ("auto", port.ConditionalPutRefused, 1),
+            ("yes", ConfigError, 4),
         ):
-            with pytest.raises(ConfigError) as refused:
-                put()
-            assert refused.value.code == "E-STORE-CONDITIONS"
-        assert (objects.get("k"), objects.get("new")) == (b"one", None)
+            objects = s3_objects(s3, replace(in_parts, conditional_puts=wanted), proxy.url)  # type: ignore[arg-type]
+            objects.put("k", b"one")
+            proxy.calls.clear()
+            for put in (
+                lambda: objects.put_if_absent("new", b"x"),  # noqa: B023
+                lambda: objects.put_if_match("k", b"x", "etag"),  # noqa: B023
+            ) * 2:
+                with pytest.raises(kind) as refused:
+                    put()
+                assert (type(refused.value), refused.value.code) == (kind, "E-STORE-CONDITIONS")
+                assert refused.value.exit_code == 78
+            assert (len(proxy.calls), objects.get("k"), objects.get("new")) == (sent, b"one", None)
+        objects = s3_objects(s3, in_parts, proxy.url)
+        with pytest.raises(port.ConditionalPutRefused):
+            objects.put_if_absent("large", large)
         assert proxy.count("abort") == 1, "no upload is left behind"
+        objects.put("large", large)
+        assert head_of(objects, "large").size == len(large)
 
 
 # Listing

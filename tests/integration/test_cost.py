@@ -7,7 +7,7 @@ because the day is over in seconds.
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from common.nats.client import FloeClient
 from common.objects.open import open_objects
 from common.settings.root import Settings, StoreSettings
 from compaction.run import Compaction, LocalRunner, Selection
+from tests.integration.test_store_conditions import BehindProxy
 from tests.support.basics import SharedS3, soon, unique
 from tests.support.compaction import Archive as Merging
 from tests.support.compaction import TestPolicy
@@ -29,17 +30,6 @@ from tests.support.proxies import FaultProxy
 from tests.support.stores import FaultyStore
 
 SEGMENTS = 24
-
-
-@dataclass(frozen=True)
-class BehindProxy(SharedS3):
-    """The shared server, through a proxy."""
-
-    url: str = ""
-
-    @property
-    def endpoint_url(self) -> str:
-        return self.url
 
 
 class FarArchive(Archive):

@@ -385,18 +385,20 @@ async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_u
     assert found["store concurrent put"]["found"].startswith("8 of 8 concurrent writers")
     about = {f"store {what}" for what in ("conditional put", "concurrent put", "versioning", "checksum")}
     assert states(found, "warning") == about | {"nats stream"}
-    assert "never run two sites under one name" in found["store conditional put"]["todo"]
+    assert "store.conditional_puts: no" in found["store conditional put"]["todo"]
     assert found["store checksum"]["todo"] == "set store.checksum: sha256"
 
 
-@pytest.mark.parametrize("status", [400, 501])
-def test_a_store_that_refuses_conditions_is_a_problem(s3: SharedS3, tmp_path: Path, status: int) -> None:
-    with refusing_conditions(FaultProxy(s3.endpoint_url), status) as proxy:
-        settings = settings_of(tmp_path, store=s3.store() | {"endpoint_url": proxy.url}, **egress())
-        found = by_check(examine_store(settings, ("egress",), SystemClock()))
-    assert found["store conditional put"].state == "problem"
-    assert "use a store that takes If-None-Match" in found["store conditional put"].todo
-    assert (found["store concurrent put"].state, found["store list after write"].state) == ("skipped", "ok")
+def test_a_store_that_refuses_conditions_is_named_with_the_effects(s3: SharedS3, tmp_path: Path) -> None:
+    retained = {"compaction": {"retention": {"max_age": "30d"}}}
+    with refusing_conditions(FaultProxy(s3.endpoint_url), 501) as proxy:
+        store = s3.store() | {"endpoint_url": proxy.url}
+        for role, more, state in (("egress", {}, "warning"), ("compaction", retained, "problem")):
+            settings = settings_of(tmp_path, store=store, **egress(), **more)
+            found = by_check(examine_store(settings, (role,), SystemClock()))
+            assert found["store conditional put"].state == state
+            assert "E-STORE-CONDITIONS: retention" in found["store conditional put"].meaning
+            assert (found["store concurrent put"].state, found["store list after write"].state) == ("skipped", "ok")
 
 
 def test_rules_of_the_bucket_are_read(s3: SharedS3, tmp_path: Path) -> None:

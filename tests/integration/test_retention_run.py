@@ -20,6 +20,7 @@ from compaction.verify import verify_chains
 from tests.integration import test_compaction_cli as compaction_cli
 from tests.support.basics import SharedS3
 from tests.support.compaction import CHAIN, at_once, rows
+from tests.support.proxies import FaultProxy, refusing_conditions
 
 # Half an hour over the week: the time that a test takes does not change the output.
 LEVEL = {**compaction_cli.LEVEL, "min_age": "7d30m", "max_wait": "7d30m"}
@@ -92,6 +93,20 @@ def kept(request: pytest.FixtureRequest) -> Site:
 
 
 # Deletions
+
+
+@pytest.mark.servers
+def test_a_store_that_refuses_conditions_keeps_everything(bucket: Site, s3: SharedS3):
+    """Floors have no arbiter there; merges need none."""
+    bucket.month()
+    kept = bucket.ranges()
+    with refusing_conditions(FaultProxy(s3.endpoint_url), 501) as proxy:
+        bucket.store_config["endpoint_url"] = proxy.url
+        bucket.configure(max_age="30d")
+        assert "E-STORE-CONDITIONS" in bucket.floe("compact", code=78).err
+        bucket.configure()
+        bucket.floe("compact")
+    assert (bucket.ranges(), bucket.floor()) == (kept, None)
 
 
 def test_older_rows_go_from_the_beginning_behind_a_raised_floor(kept: Site):

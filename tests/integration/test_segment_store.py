@@ -20,7 +20,7 @@ from common.archive.writer import SegmentWriter, SpooledSegment
 from common.chain import Chain
 from common.errors import FloeError, OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
 from common.objects.local import LocalObjects
-from common.objects.port import ChecksumMismatch, ObjectStore
+from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectStore
 from common.objects.s3 import S3Account, S3Objects
 from common.sequences import SequenceRange
 from tests.support.basics import SharedS3
@@ -143,6 +143,7 @@ PUTS = {
     "answer lost": raising(OutcomeUnknown("lost"), after=True),
     "lost": raising(OutcomeUnknown("lost")),
     "damaged on the way": raising(ChecksumMismatch("other bytes")),
+    "no conditions": raising(ConditionalPutRefused("this store takes no conditions")),
     "stored short": storing(lambda raw: raw[:-1]),
     "stored damaged": storing(lambda raw: damaged(raw, 100)),
     "stored empty": storing(lambda _: b""),

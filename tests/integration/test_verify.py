@@ -15,7 +15,6 @@ from common.archive.checks import ForeignKeys, find_foreign_keys
 from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.archive.segment import Reason
 from common.chain import Chain
-from common.errors import Refused
 from common.objects.open import open_objects
 from common.sequences import SequenceRange
 from common.settings.root import StoreSettings
@@ -23,7 +22,6 @@ from compaction.verify import ChainReport, check_segment, known_chains, verify_c
 from tests.support.basics import PATIENCE, SharedS3
 from tests.support.commands import invoke
 from tests.support.compaction import CHAIN, OTHER, Archive, begun, rows
-from tests.support.stores import raising
 
 NEXT = CHAIN.next_incarnation()
 

@@ -22,9 +22,9 @@ HOSTILE_SITE, HOSTILE_FOR = "evil", 40.0  # seconds in which it writes
 
 
 class Hardship:
-    """One of HARDSHIPS: a store that is busy at the start, a server that takes small requests only, a bucket that is
-    set back to an older copy of itself, hosts with full disks for a while, another site that fills its part of the
-    bucket with what it finds elsewhere.
+    """One of HARDSHIPS: a store that is busy at the start, one without conditions, a server that takes small requests
+    only, a bucket that is set back to an older copy of itself, hosts with full disks for a while, another site that
+    fills its part of the bucket with what it finds elsewhere.
     """
 
     def __init__(self, kind: str, nats: SimNats, objects: SimObjects) -> None:
@@ -38,6 +38,9 @@ class Hardship:
         self._objects.refusals = [_answer(*each) for each in LATER]
         self._objects.mood = StoreMood(refused=1.0)
         self.world.at(BUSY, lambda: setattr(self._objects, "mood", StoreMood()))
+
+    def _no_conditions(self) -> None:
+        self._objects.takes_conditions = False
 
     def _small_batches(self) -> None:
         self._nats.max_request_batch = SMALL_BATCH

@@ -14,7 +14,7 @@ LOST = "lost"  # the source is deleted, and restored from its archive
 REPLAYED = "replayed"  # a part of the archive is replayed into another stream meanwhile
 ACCOUNT = "account"  # other streams of the account, which a pattern matches, are made, deleted, and made again
 HARD = "hard"  # an ordinary store or server with which Floe once failed
-HARDSHIPS = ("busy_store", "full_disks", "small_batches", "bucket_set_back", "full_disks")
+HARDSHIPS = ("busy_store", "no_conditions", "small_batches", "bucket_set_back", "full_disks")
 #: By the last digit of a seed, the special part of its world beside faults; in seeds ending in 10, 30, … it is ACCOUNT.
 #: The others are ordinary.
 KINDS = {1: LOST, 3: CHANGING, 5: SAMPLED, 7: CHANGING, 8: REPLAYED, 9: HARD}
@@ -93,7 +93,7 @@ class Plan:
             is_shared=rng.random() < 0.2,
             centre_begins=rng.choice([0.0, 12.0, 30.0]),
             compacts=rng.random() < 0.6,
-            # Expired messages cannot be compared with a changed source.
+            # Expired messages cannot be compared with a changed source; retention needs conditions.
             expires=rng.random() < 0.5 and kind not in (CHANGING, LOST, REPLAYED, HARD, ACCOUNT),
             # A replay lacks messages that a limit removed before they were archived, and would ask about them.
             source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and not (reads_again or replays) else 0,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.objects.port import Body, ChecksumMismatch, ObjectInfo, check_key, check_prefix
+from common.objects.port import Body, ChecksumMismatch, ConditionalPutRefused, ObjectInfo, check_key, check_prefix
 from tests.sim.world import EPOCH, World
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class SimObjects:
         self.world, self.mood, self.calls = world, StoreMood(), 0
         self.swallows_next = False  # the next write is lost on its way
         self.closed: tuple[str, ...] = ()  # prefixes of keys that no client may put
-        self.refusals = list[Callable[[], FloeError]]()  # one of these is raised
+        self.takes_conditions, self.refusals = True, list[Callable[[], FloeError]]()  # one of these is raised
         self.kept: dict[str, tuple[bytes, ObjectInfo]] = {}
         self.keys: list[str] = []
         self._rng, self._versions = world.chance("store"), 0
@@ -87,12 +87,18 @@ class SimObjects:
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
+        self._check_conditions(key)
         data = _checked(key, body, sha256)
         return self._write(lambda: key not in self.kept and self._keep(key, data, metadata))
 
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
+        self._check_conditions(key)
         data = _checked(key, body, None)
         return self._write(lambda: key in self.kept and self.kept[key][1].etag == etag and self._keep(key, data, None))
+
+    def _check_conditions(self, key: str) -> None:
+        if not self.takes_conditions:
+            raise ConditionalPutRefused(f"put {key}: the store refuses conditions")
 
     def delete(self, key: str) -> None:
         check_key(key)

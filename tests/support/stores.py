@@ -16,7 +16,7 @@ from common.clock import Clock
 from common.errors import UnexpectedError
 from common.nats.client import FloeClient
 from common.objects.local import LocalObjects
-from common.objects.port import ObjectInfo, ObjectStore
+from common.objects.port import ConditionalPutRefused, ObjectInfo, ObjectStore
 from common.tasks import unexpected
 from tests.support.basics import PATIENCE, counted
 
@@ -65,6 +65,28 @@ def raising(error: BaseException, *, after: bool = False) -> Fault:
         raise error
 
     return fault
+
+
+def refusing_conditions(objects: ObjectStore) -> FaultyStore:
+    """Return `objects` as a store that takes no put with a condition."""
+    refused = raising(ConditionalPutRefused("this store takes no conditions"))
+    return FaultyStore(objects).on("put_if_absent", refused).on("put_if_match", refused)
+
+
+class ClaimsInMemory:
+    """Claims of all writers that share it (`common.archive.documents.PutOnceClaims`)."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[bytes, int]] = {}
+        self._revision = 0
+
+    def claim(self, key: str, body: bytes) -> tuple[bytes, int]:
+        self._revision += 1
+        return self.held.setdefault(key, (body, self._revision))
+
+    def settle(self, key: str, revision: int) -> None:
+        if self.held.get(key, (b"", 0))[1] == revision:
+            del self.held[key]
 
 
 def answering(value: Any) -> Fault:

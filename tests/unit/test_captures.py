@@ -17,10 +17,10 @@ from common.archive.captures import CapturedDeletions, CapturedRestore, CaptureS
 from common.archive.keys import CAPTURES, CaptureName, Layout
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time, parse_time
-from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.errors import DataError, Unavailable
 from common.objects.local import LocalObjects
 from tests.support.clock import ManualClock
-from tests.support.stores import CountingObjects, DatedObjects, FaultyStore, answering, raising
+from tests.support.stores import CountingObjects, DatedObjects, answering, refusing_conditions
 
 CHAIN, LAYOUT = Chain("us-east", "NODES", 1), Layout("data")
 NAME, CREATED = "us-east/NODES/0001/0", "2026-11-20T10:00:00.123456789Z"
@@ -60,8 +60,7 @@ def test_captures_come_back_as_they_were_made(captures: CaptureStore, objects: L
     reads = (captures.config, captures.consumers, captures.deletions)
     assert [read(CHAIN) for read in reads] == [config(10), consumers, gone]
     with pytest.raises(Unavailable, match="never read back"):
-        lost = FaultyStore(objects).on("put_if_absent", raising(OutcomeUnknown("lost"))).on("put", answering(None))
-        CaptureStore(LAYOUT, lost).put(CHAIN, config(11))
+        CaptureStore(LAYOUT, refusing_conditions(objects).on("put", answering(None))).put(CHAIN, config(11))
     assert (consumers.consumers[0].name, to_json(config(5, b=1, a=2))) == ("app", to_json(config(5, a=2, b=1)))
     ranges = [captures_module.deleted_ranges(gone) for gone in ([], [3, 4, 5, 9, 11, 12])]
     assert ranges == [(), ((3, 5), (9, 9), (11, 12))]

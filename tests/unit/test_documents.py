@@ -15,8 +15,9 @@ from common.chain import Chain
 from common.documents import MAX_DEPTH, check_depth, is_too_deep
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
-from common.sequences import MAX_SEQUENCE
-from tests.support.stores import CountingObjects, FaultyStore, answering, raising
+from common.objects.port import ConditionalPutRefused
+from common.sequences import MAX_SEQUENCE, SequenceRange
+from tests.support.stores import ClaimsInMemory, CountingObjects, FaultyStore, answering, raising, refusing_conditions
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 LAYOUT = Layout("data")
@@ -118,15 +119,20 @@ def test_the_second_writer_gets_what_the_first_made_also_if_the_store_ignores_th
     assert ChainStore(careless, LAYOUT).create_chain(CHAIN, ChainDocument((), 1, 1)) == DOCUMENT
 
 
+@pytest.mark.parametrize("is_claimed", [False, True])
 @pytest.mark.parametrize("was_done", [True, False])
-def test_an_unknown_outcome_is_settled_by_reading(objects: LocalObjects, was_done: bool) -> None:
-    lost = raising(OutcomeUnknown("answer lost"), after=was_done)
-    store = ChainStore(FaultyStore(objects).on("put_if_absent", lost), LAYOUT)
+def test_an_unknown_outcome_is_settled_by_reading(objects: LocalObjects, was_done: bool, is_claimed: bool) -> None:
+    claims, lost = ClaimsInMemory(), raising(OutcomeUnknown("answer lost"), after=was_done)
+    if is_claimed:
+        store = ChainStore(refusing_conditions(objects).on("put", lost), LAYOUT, claims)
+    else:
+        store = ChainStore(FaultyStore(objects).on("put_if_absent", lost), LAYOUT)
     if was_done:
         assert store.create_chain(CHAIN, DOCUMENT) == DOCUMENT
     else:
         with pytest.raises(Unavailable, match="not found after it was put"):
             store.create_chain(CHAIN, DOCUMENT)
+        assert [body for body, _ in claims.held.values()] == [DOCUMENT.to_json()] * is_claimed
 
 
 # Invalid documents
@@ -324,6 +330,55 @@ def test_the_last_run_and_success_of_a_chain_count_whichever_chains_they_were_fo
         assert (None, None) not in chains.runs()
     chains.objects.put(LAYOUT.run(None, None), json.dumps(good).encode())
     assert chains.read_run(None, None) is not None
+
+
+# Stores that refuse conditions
+
+
+def test_a_writer_paused_before_its_put_puts_what_was_claimed_first(objects: LocalObjects) -> None:
+    claims, other = ClaimsInMemory(), ChainDocument((), 1, 5)
+
+    def overtaken(real: Any, *args: Any, **options: Any) -> Any:
+        assert ChainStore(refusing_conditions(objects), LAYOUT, claims).create_chain(CHAIN, other) == DOCUMENT
+        return real(*args, **options)
+
+    store = ChainStore(refusing_conditions(objects).on("put", overtaken), LAYOUT, claims)
+    assert store.create_chain(CHAIN, DOCUMENT) == DOCUMENT
+
+
+def test_what_a_writer_claimed_before_it_died_is_put_by_the_next_and_what_is_there_wins_over_a_claim_that_was_lost(
+    objects: LocalObjects,
+) -> None:
+    claims = ClaimsInMemory()
+    dying = ChainStore(refusing_conditions(objects).on("put", raising(Unavailable("died"))), LAYOUT, claims)
+    with pytest.raises(Unavailable):
+        dying.create_chain(CHAIN, DOCUMENT)
+    store = ChainStore(refusing_conditions(objects), LAYOUT, claims)
+    assert store.create_chain(CHAIN, ChainDocument((), 1, 5)) == DOCUMENT
+    chain = CHAIN.next_incarnation()
+
+    def lost(real: Any, key: str, body: bytes) -> Any:
+        ChainStore(objects, LAYOUT).create_chain(chain, DOCUMENT)  # by a writer that lost its claim with the bucket
+        return real(key, body)
+
+    late = ChainStore(refusing_conditions(objects), LAYOUT, FaultyStore(claims).on("claim", lost))  # type: ignore[arg-type]
+    assert (late.create_chain(chain, ChainDocument((), 1, 5)), claims.held) == (DOCUMENT, {})
+
+
+def test_what_has_no_arbiter_is_refused_and_changes_nothing_but_a_gap_is_accepted(objects: LocalObjects) -> None:
+    store = ChainStore(refusing_conditions(objects), LAYOUT)
+    for work in (lambda: store.create_chain(CHAIN, DOCUMENT), lambda: store.raise_floor(CHAIN, 7)):
+        with pytest.raises(ConditionalPutRefused) as refused:
+            work()
+        assert refused.value.code == "E-STORE-CONDITIONS"
+    objects.put(LAYOUT.floor_document(CHAIN), b'{"format_version":1,"first":3}')
+    with pytest.raises(ConditionalPutRefused):
+        store.raise_floor(CHAIN, 7)
+    assert (store.read_floor(CHAIN), store.read_chain(CHAIN)) == (3, None)
+    # Its name holds its range; accepting it again only leaves another note.
+    gap = documents.AcceptedGap(SequenceRange(3, 9), "gone", "me", "2026-11-20T10:00:00Z")
+    assert store.accept_gap(CHAIN, gap) == store.accept_gap(CHAIN, documents.AcceptedGap(gap.range, "again")) == gap
+    assert store.gaps(CHAIN) == [gap]
 
 
 # The chain: its parts, its text, its order

@@ -1,8 +1,10 @@
-"""Mistakes on ordinary stores and servers: a busy store, small requests, a bucket set back."""
+"""Mistakes on ordinary stores and servers: a busy store, one without conditions, small requests, a bucket set back."""
 
 import re
 from typing import Any
 
+import common.archive.documents
+import common.archive.store
 import common.nats.protocol
 import common.objects.s3_errors
 from common.errors import ConfigError
@@ -20,6 +22,17 @@ def busy_taken_for_a_mistake() -> None:
     def strict(meaning_of: Any, code: str, status: int, message: str = "") -> Meaning:
         found: Meaning = meaning_of(code, status, message)
         return Meaning(ConfigError, "check store.url") if found is RETRY_LATER and status < 500 else found
+
+
+@mutant
+def conditions_taken_for_granted() -> None:
+    """Every put needs a store that takes conditions."""
+
+    class NoSuchRefusal(Exception):
+        """An error that nobody raises."""
+
+    for module in (common.archive.store, common.archive.documents):
+        change(module, "ConditionalPutRefused", lambda _: NoSuchRefusal)
 
 
 @mutant
