@@ -1,24 +1,26 @@
 """Compare a feed's archive with a target of ingress, row by row. Nothing in the target or in the archive is changed.
 
 A row is recognized by its `Floe-Source`; the rows of a chain are in the target in their order. Of the rows that are
-absent, each message that the target gave up in that range explains one, the oldest first; the others are missing.
+absent, each message that the target's own limits may have removed in that range explains one, the oldest first; the
+others are missing.
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from common.archive.columns import columns_of, record_batch
+from common.archive.columns import columns_of, messages, record_batch
+from common.archive.scan import ChainArchive, OnProblem
 from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import NS_PER_S, parse_time
 from common.errors import Stopped
-from common.nats.api import StreamInfo, next_message
+from common.nats.api import LIMITS, StreamInfo, next_message
 from common.nats.client import FloeClient
 from common.nats.headers import split_provenance
 from common.nats.kv import Bucket, state_key
@@ -29,7 +31,9 @@ from ingress.chains.starts import StartResolver
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import STATE_ROLE, StateStore
 from ingress.parked import ParkedStore
-from ingress.recovery.living import Batches, CompareRequest, LivingComparison, Missing, Pieces, inside
+from ingress.recovery.living import Batches, LivingComparison, Missing, Pieces, Tally, inside
+from ingress.recovery.read_back import MAX_EXAMPLES, fingerprint, normalize
+from ingress.recovery.retention_filter import limit_of
 from ingress.rows.prepare import SubjectRule, origin_prefix, rule_of
 from ingress.verdict.verdict import Finding, TargetErrors, judge, read_target
 
@@ -50,17 +54,29 @@ def as_stored(batches: Batches, map_subject: Callable[[bytes], bytes], *, is_rel
         yield record_batch(rows.sequences, rows.timestamps_ns, subjects, headers, rows.payloads)
 
 
+def removable(config: Mapping[str, Any], oldest: int, others: int) -> int:
+    """Return how many messages a stream of this configuration may have removed by itself, of those that it no longer
+    holds: `oldest` before its first one, and `others` between two.
+
+    Age, number and size remove the oldest only; with `discard: new`, number and size remove none.
+    """
+    of_oldest = ("max_age",) if config.get("discard") == "new" else ("max_age", "max_msgs", "max_bytes")
+    of_others = "max_msgs_per_subject", "allow_msg_ttl", "allow_rollup_hdrs"
+    if config.get("retention") != LIMITS or any(limit_of(config, key) for key in of_others):
+        return oldest + others
+    return oldest if any(limit_of(config, key) for key in of_oldest) else 0
+
+
 class DeliveredRows:
     """The rows of a range of a chain in a stream that Floe has filled up to sequence `filled`.
 
-    `parked`: rows that may come later than in their turn. `newest`: the last row found, before the range if none was;
-    `after`, `behind`: the stream's sequences of the nearest row before and after the range; `late`: the sequences of
-    rows that came again, or after a later row.
+    `newest`: the last row found, before the range if none was; `after`, `behind`: the stream's sequences of the nearest
+    row before and after the range; `late`: the sequences of rows that came again, or after a later row.
     """
 
-    def __init__(self, chain: Chain, rows: SequenceRange, filled: int, parked: Collection[int] = ()) -> None:
-        self._rows, self._filled, self._parked, self.late = rows, filled, parked, array("q")
-        self._origin = origin_prefix(chain)
+    def __init__(self, chain: Chain, rows: SequenceRange, filled: int) -> None:
+        self.chain, self._origin, self._rows, self._filled = chain, origin_prefix(chain), rows, filled
+        self.late, self._fingerprints = array("q"), array("Q")
         self.newest, self.after, self.behind = rows.first - 1, 0, filled + 1
 
     async def read(self, client: FloeClient, stream: str, start: StartAt, subject: str = "") -> Pieces:
@@ -82,19 +98,32 @@ class DeliveredRows:
             if its.sequence > self._rows.last:
                 self.behind = message.sequence
                 return
+            row = Message(its.sequence, its.timestamp_ns, message.subject, headers, message.payload)
             if its.sequence > self.newest:
                 self.newest = its.sequence
-                yield Message(its.sequence, its.timestamp_ns, message.subject, headers, message.payload)
+                yield row
             elif its.sequence < self._rows.first:
                 self.after = message.sequence if self.newest < self._rows.first else self.after
-            elif its.sequence not in self._parked:
+            else:
                 self.late.append(its.sequence)
+                self._fingerprints.append(fingerprint(normalize(row)))
+
+    def altered(self, read: Callable[[SequenceRange], Batches]) -> Iterator[int]:
+        """Yield the sequences of `late` rows that differ from the archived ones, which `read` returns. Blocking."""
+        order = np.argsort(self.late)
+        late, prints = np.asarray(self.late)[order], np.asarray(self._fingerprints)[order]
+        for batch in read(SequenceRange(int(late[0]), int(late[-1]))) if len(late) else ():
+            low, high = (np.searchsorted(late, batch.column("sequence"), side) for side in ("left", "right"))
+            for row, place in zip(messages(batch.filter(low < high)), np.flatnonzero(low < high), strict=True):
+                if any(prints[low[place] : high[place]] != np.uint64(fingerprint(normalize(row)))):
+                    yield row.sequence
 
 
 class TargetComparison(LivingComparison):
     """A comparison with `target`. `states`: the bucket with the states of ingress; `parts`: as of the base."""
 
     _checkpoint: Checkpoint
+    _apart = ("parked", "skipped", "out_of_order", "repeated", "waiting")
 
     def __init__(self, target: TargetSettings, states: Bucket, *parts: Any) -> None:
         super().__init__(*parts)
@@ -114,8 +143,7 @@ class TargetComparison(LivingComparison):
         self._copy = f"target {self._name} {info.created}"
         return replace(info, first_sequence=1)  # its sequences are not those of the chain
 
-    def _bounds(self, chain: Chain, request: CompareRequest) -> tuple[int, int]:
-        first, end = super()._bounds(chain, replace(request, last=None))
+    def _span(self, chain: Chain, first: int, end: int) -> tuple[int, int]:
         documents, positions = self._documents, self._checkpoint.positions
         source = self._target.source_of(chain.site, chain.feed)
         assert source is not None, "only targets with such a source are compared"
@@ -134,8 +162,8 @@ class TargetComparison(LivingComparison):
         rule, document = rule_of(source, chain), documents.read_chain(chain)
         # A transform leaves subjects that it does not match as they are.
         self._rule, self._filter = rule, rule.pattern or "" if isinstance(rule, SubjectRule) else ""
-        self._skipped, self._is_relay = self._given_up(chain, 1), document is not None and document.relay
-        return first, min(end, behind - 1, request.last or end)
+        self._is_relay = document is not None and document.relay
+        return first, behind - 1
 
     def _given_up(self, chain: Chain, first: int) -> list[SequenceRange]:
         """Return also the ranges that the target skipped, and those of segments in quarantine."""
@@ -147,38 +175,44 @@ class TargetComparison(LivingComparison):
             found += [name.coverage] if name is not None and name.chain == chain else []
         return found
 
-    def _expected(self, batches: Batches) -> Batches:
-        return as_stored(batches, self._rule.apply, is_relay=self._is_relay)
+    def _expected(self, archive: ChainArchive, on_problem: OnProblem, rows: SequenceRange) -> Batches:
+        return as_stored(super()._expected(archive, on_problem, rows), self._rule.apply, is_relay=self._is_relay)
 
     def _pieces(self, chain: Chain, _stream: StreamInfo, _server: str, rows: SequenceRange, first: Any) -> Pieces:
-        self._arrivals = DeliveredRows(chain, rows, self._filled, self._parked)
+        self._arrivals = DeliveredRows(chain, rows, self._filled)
         self._begin = 0 if first is None else first.column("timestamp_ns")[0].as_py()
         start = StartAt(time_ns=self._begin - EARLIER_NS) if rows.first > 1 else StartAt(1)
         return self._arrivals.read(self._client, self._name, start, self._filter)
 
-    async def _missing(self, stream: str, rows: SequenceRange, end: int, absent: Sequence[int]) -> Missing:
-        arrivals, found = self._arrivals, np.asarray(absent, np.int64)
-        is_late, is_parked = np.isin(found, arrivals.late), np.isin(found, self._parked)
-        is_skipped = inside(found, self._skipped) & ~is_parked & ~is_late
+    async def _missing(self, stream: str, rows: SequenceRange, end: int, tally: Tally) -> Missing:
+        arrivals, found = self._arrivals, np.asarray(tally.absent, np.int64)
+        read = partial(self._expected, ChainArchive(self._store, arrivals.chain), lambda _: None)
+        altered = await self._threads.run(list, arrivals.altered(read))
+        tally.found, tally.altered = tally.found + len(altered), tally.altered + len(altered)
+        tally.examples += [f"{each}: altered" for each in altered[:MAX_EXAMPLES]]
+        is_parked = np.isin(found, self._parked)
+        is_late = np.isin(found, arrivals.late) & ~is_parked
+        is_skipped = inside(found, self._excused) & ~is_parked & ~is_late
         rest = found[~(is_late | is_parked | is_skipped)]
         counts = {"parked": int(is_parked.sum()), "skipped": int(is_skipped.sum()), "out_of_order": int(is_late.sum())}
-        counts["repeated"] = len(arrivals.late) - counts["out_of_order"]
+        counts["repeated"] = int((~np.isin(arrivals.late, self._parked)).sum()) - counts["out_of_order"]
         counts["waiting"] = self._waiting if rows.last == end else 0
         if not len(rest):
             return (), counts
         info, deleted = await self._read_deleted(stream)
-        first, after, behind = info.first_sequence, arrivals.after, arrivals.behind
-        if not info.messages:
-            first = info.last_sequence + 1
-        elif parse_time(info.first_timestamp) < self._begin:  # messages removed before it are older than these rows
-            after = max(after, first - 1)
-        gone = max(0, min(behind, first) - 1 - after) + sum(after < each < behind for each in deleted)
-        missing = rest[gone:].tolist()
-        is_bare = missing and arrivals.newest < rows.first and info.messages and self._filter
+        first = info.first_sequence if info.messages else info.last_sequence + 1
+        after, behind = arrivals.after, arrivals.behind
+        if info.messages and parse_time(info.first_timestamp) < self._begin:
+            after = max(after, first - 1)  # messages removed before the first one are older than these rows
+        oldest, others = max(0, min(behind, first) - 1 - after), sum(after < each < behind for each in deleted)
+        missing = rest[(gone := removable(info.config, oldest, others)) :].tolist()
+        is_bare = len(rest) > oldest + others and arrivals.newest < rows.first and info.messages and self._filter
         if is_bare and await next_message(self._client, stream, 1, self._filter) is None:
             raise Stopped(
                 f"target {stream}: expected the rows on {self._filter}, found no message there",
                 hint="it was filled with other settings of the source: compare with those",
                 code="E-COMPARE-TARGET",
             )
+        if missing and oldest + others > gone:
+            self._notes.append(f"{stream}: rows may be missing because somebody purged or deleted them: no limit did")
         return missing, counts

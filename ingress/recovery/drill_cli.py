@@ -146,10 +146,11 @@ async def compare(
 ) -> int:
     """Compare the archive of a feed with its living stream, or with a target, row by row, and change neither.
 
-    Names what is missing in the stream, altered, or not archived. Rows that limits, deletion or acknowledgement took
-    away are counted apart; of a target also those that ingress parked, skipped, or has not delivered yet. --since-last
-    also continues a comparison that was stopped. Exit 3 if there are differences, 75 if it was stopped before its end.
-    With --all, work queues and streams that do not exist are named, and the others are compared.
+    Names what is missing in the stream or in the archive, altered, or not archived. Rows that limits, deletion or
+    acknowledgement took away are counted apart; of a target only those that its limits may have taken away, and those
+    that ingress parked, skipped, or has not delivered yet. --since-last also continues a comparison that was stopped.
+    Exit 3 if there are differences, 75 if it was stopped before its end. With --all, work queues and streams that do
+    not exist are named, and the others are compared.
 
     \b
     Examples:

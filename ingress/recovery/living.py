@@ -2,7 +2,8 @@
 
 The stream is read in pieces; a piece and its archived rows are compared by one digest, and row by row if that differs.
 An archived row that the stream does not hold is removed if the stream's own state says so: it is before the stream's
-first sequence, or among the deleted ones. Otherwise it is missing.
+first sequence, or among the deleted ones. Otherwise it is missing. So are sequences of the archive that no segment
+covers, from the chain's beginning, or the floor that retention left, to the end that its documents name.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from common.archive.catalog import select_chains
+from common.archive.catalog import first_sequence, select_chains
 from common.archive.columns import batch_of, messages
 from common.archive.documents import ComparedTo
-from common.archive.scan import ChainArchive, Hole, Problem, Scan
+from common.archive.scan import ChainArchive, Hole, OnProblem, Problem, Scan
 from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
@@ -76,9 +77,11 @@ class Copy:
     """The result for one chain on one copy of the stream. `server`: the replica that was read, empty for any; or the
     name of the target.
 
-    `differences`: `lost` are the missing rows, `unexpected` those that are in the stream and not archived. `removed`:
-    archived rows that the stream gave up: limits, deletion, acknowledgement. `left_out`: rows that the feed's sampling
-    or `max_age` left out. `problems`: holes and damage of the archive, as text. `apart`: further counts of a target.
+    `rows`: the range of the rows that were compared, and of the sequences that are missing in the archive.
+    `differences`: `lost` are the missing rows and those sequences, `unexpected` the rows that are in the stream and not
+    archived. `removed`: archived rows that the stream gave up: limits, deletion, acknowledgement. `left_out`: rows that
+    the feed's sampling or `max_age` left out. `problems`: damage of the archive, as text. `apart`: further counts of a
+    target.
     """
 
     chain: Chain
@@ -95,10 +98,10 @@ class Copy:
         return self.differences.is_empty and not self.problems
 
     def plus(self, other: Copy) -> Copy:
-        """Return the result of both; `other` is of the rows that follow."""
+        """Return the result of both."""
         return replace(
             self,
-            rows=SequenceRange(self.rows.first, other.rows.last),
+            rows=SequenceRange(min(self.rows.first, other.rows.first), max(self.rows.last, other.rows.last)),
             differences=self.differences.plus(other.differences),
             removed=self.removed + other.removed,
             left_out=self.left_out + other.left_out,
@@ -138,8 +141,11 @@ _COUNTS = ("missing", "altered", "not_archived", "removed", "left_out")
 
 @dataclass(frozen=True, slots=True)
 class CompareReport:
-    """The results of all chains and copies. `notes`: remarks for an operator. `finished`: False if it was stopped."""
+    """The results of all chains and copies. `feed`: the name that was given. `notes`: remarks for an operator.
+    `finished`: False if it was stopped.
+    """
 
+    feed: str
     stream: str
     copies: tuple[Copy, ...]
     notes: tuple[str, ...]
@@ -160,7 +166,7 @@ class CompareReport:
 
     def lines(self) -> Iterator[str]:
         if not self.copies:
-            yield f"{self.stream}: nothing to compare"
+            yield f"{self.feed}: nothing to compare"
         yield from (line for each in self.copies for line in each.lines())
         if not self.finished:
             yield "stopped before its end: --since-last continues"
@@ -247,8 +253,7 @@ def missing_of(absent: Sequence[int], info: StreamInfo, deleted: Iterable[int]) 
     """Return the sequences of `absent` that the stream must hold by its state."""
     first = info.first_sequence if info.messages else info.last_sequence + 1
     found = np.asarray(absent, np.int64)
-    kept = found[(found >= first) & ~np.isin(found, np.asarray([*deleted], np.int64))]
-    return [int(each) for each in kept]
+    return [int(each) for each in found[(found >= first) & ~np.isin(found, np.asarray([*deleted], np.int64))]]
 
 
 def inside(sequences: Any, ranges: Iterable[SequenceRange]) -> Any:
@@ -264,6 +269,7 @@ class LivingComparison:
     """A comparison of the chains of a feed with their stream."""
 
     _may_repeat = False
+    _apart: tuple[str, ...] = ()  # names of further counts
 
     def __init__(self, client: FloeClient, parts: RecoveryParts, threads: ThreadPool) -> None:
         self._client, self._threads = client, threads
@@ -278,13 +284,15 @@ class LivingComparison:
         Raises UsageError for an unknown chain, Stopped for a stream that cannot be compared, DataError, and the errors
         of the servers.
         """
-        chains = await self._threads.run(self._chains, request)
+        named = (request.site, request.feed, request.incarnation, request.partition)
+        feed = "/".join(str(each) for each in named if each is not None)
+        chains = await self._threads.run(self._chains, feed)
         self._pace, self._copy = request.pace, request.mode
         info, copies = await self._open(chains[0]), list[Copy]()
         for server in await self._servers(info, request.mode):
             found = [await self._compare_chain(chain, info, server, request, stop) for chain in chains]
             copies += [each for each in found if each is not None]
-        return CompareReport(info.name, tuple(copies), tuple(self._notes), finished=not stop.is_set)
+        return CompareReport(feed, info.name, tuple(copies), (*dict.fromkeys(self._notes),), finished=not stop.is_set)
 
     async def _open(self, chain: Chain) -> StreamInfo:
         """Return the stream to compare with."""
@@ -296,9 +304,8 @@ class LivingComparison:
             self._notes.append(f"the stream was created at {info.created}, the archived one at {document.created}")
         return info
 
-    def _chains(self, request: CompareRequest) -> list[Chain]:
-        parts = (request.site, request.feed, request.incarnation, request.partition)
-        found = select_chains(self._documents, "/".join(str(each) for each in parts if each is not None))
+    def _chains(self, feed: str) -> list[Chain]:
+        found = select_chains(self._documents, feed)
         return [each for each in found if each.incarnation == found[-1].incarnation]
 
     async def _comparable(self, name: str) -> StreamInfo:
@@ -326,29 +333,47 @@ class LivingComparison:
     ) -> Copy | None:
         """Return the result of the chain on one copy; None if it has no rows to compare."""
         record = self._documents.compared(chain, self._copy if request.mode == "target" else server or self._copy)
-        begin, last = await self._threads.run(self._bounds, chain, request)
+        begin, last, lost = await self._threads.run(self._bounds, chain, request)
         if max(begin, request.first or 1) < info.first_sequence and begin <= last:
             self._notes.append(f"{chain}: the stream begins at {info.first_sequence}; rows before it are not compared")
         former = await self._threads.run(record.read)
-        reached = max(former.last if former else 0, info.first_sequence - 1, begin - 1)
-        if request.since_last and reached >= last:
+        whole = lost[0].first - 1 if lost else MAX_SEQUENCE  # no segment is lost up to it
+        reached = max(min(former.last, whole) if former else 0, info.first_sequence - 1, begin - 1)
+        if request.since_last and reached >= last and not lost:
             self._notes.append(f"{chain}: equal up to {reached}, as of the last comparison, and not archived further")
         first = max(begin, info.first_sequence, request.first or 1, reached + 1 if request.since_last else 1)
         result = None
+        if lost:
+            examples = tuple(f"{each}: missing in the archive: no segment covers it" for each in lost[:MAX_EXAMPLES])
+            counts = Differences(lost=sum(map(len, lost)), examples=examples)
+            rows = SequenceRange(lost[0].first, lost[-1].last)
+            result = Copy(chain, server, rows, counts, apart=dict.fromkeys(self._apart, 0))
         while first <= last and not stop.is_set:
             rows = SequenceRange(first, min(last, first + RECORDED_SEQUENCES - 1))
             found = await self._compare_rows(chain, info, server, rows, last, stop)
             reached = reached_after(reached, found)
             result = found if result is None else result.plus(found)
             at = format_time(round(self._clock.now() * NS_PER_S))
-            await self._threads.run(record.replace, ComparedTo(reached, at, result.is_same))
+            await self._threads.run(record.replace, ComparedTo(min(reached, whole), at, result.is_same))
             first = found.rows.last + 1
         return result
 
-    def _bounds(self, chain: Chain, request: CompareRequest) -> tuple[int, int]:
-        """Return the first sequence that is archived, and the last one to compare. Blocking."""
-        covers = (archive := ChainArchive.listed(self._store, chain)).covers()
-        return (covers[0].rows.first if covers else 1), min(request.last or MAX_SEQUENCE, archive.end)
+    def _bounds(self, chain: Chain, request: CompareRequest) -> tuple[int, int, list[SequenceRange]]:
+        """Return the first and the last sequence to compare, and the ranges that no segment covers although they are
+        archived by the documents of the chain. Blocking.
+        """
+        # Before the listing: a segment is put before its tail. The floor is read after it: it rises before a deletion.
+        ended, tail = self._documents.read_end(chain), self._documents.read_tail(chain) or 0
+        archive = ChainArchive.listed(self._store, chain)
+        end = max(archive.end, tail) if ended is None else ended
+        first, last = self._span(chain, first_sequence(self._documents, chain), end)
+        low, high = max(first, request.first or 1), min(max(end, last), request.last or MAX_SEQUENCE)
+        self._excused = self._given_up(chain, 1)
+        return first, min(last, high), archive.holes(SequenceRange(low, high), self._excused) if low <= high else []
+
+    def _span(self, _chain: Chain, first: int, end: int) -> tuple[int, int]:
+        """Return the first and the last sequence that the copy received of an archive `first` to `end`. Blocking."""
+        return first, end
 
     async def _compare_rows(
         self, chain: Chain, stream: StreamInfo, server: str, rows: SequenceRange, end: int, stop: Stop
@@ -356,7 +381,7 @@ class LivingComparison:
         """Compare `rows`, or fewer if `stop` is set meanwhile. `end`: of all that will be compared."""
         problems, began = list[Problem](), self._clock.monotonic()
         archive = ChainArchive(self._store, chain)
-        batches = self._expected(Scan(archive, rows, problems.append).batches())
+        batches = self._expected(archive, problems.append, rows)
         first = await self._threads.run(next, batches, None)
         tally = Tally(joined([] if first is None else [first], batches))
         async with aclosing(self._pieces(chain, stream, server, rows, first)) as pieces:
@@ -368,21 +393,20 @@ class LivingComparison:
                     rows = SequenceRange(rows.first, piece[-1].sequence)
                     break
         await self._threads.run(tally.add, (), rows.last)
-        missing, apart = await self._missing(stream.name, rows, end, tally.absent)
+        missing, apart = await self._missing(stream.name, rows, end, tally)
         extra = await self._threads.run(self._not_archived, archive, rows, tally.extra)
         differences = tally.differences("missing", missing, "not archived", extra)
-        if not self._may_repeat:
-            repeated, disordered = apart.get("repeated", 0), apart.get("out_of_order", 0)
-            differences = replace(differences, repeated=repeated, out_of_order=disordered)
+        if apart and not self._may_repeat:
+            differences = replace(differences, repeated=apart["repeated"], out_of_order=apart["out_of_order"])
         removed = len(tally.absent) - len(missing) - sum(apart.get(n, 0) for n in ("parked", "skipped", "out_of_order"))
         left_out = len(tally.extra) - len(extra)
         # Of a hole without damage the rows are compared: what the stream still has of it is not archived.
         damaged = [str(each) for each in problems if not isinstance(each, Hole) or each.causes]
         return Copy(chain, server, rows, differences, removed, left_out, tuple(damaged[:MAX_EXAMPLES]), apart)
 
-    def _expected(self, batches: Batches) -> Batches:
+    def _expected(self, archive: ChainArchive, on_problem: OnProblem, rows: SequenceRange) -> Batches:
         """Return the archived rows as the stream must hold them. Blocking."""
-        return batches
+        return Scan(archive, rows, on_problem).batches()
 
     async def _pieces(self, chain: Chain, stream: StreamInfo, server: str, rows: SequenceRange, _first: Any) -> Pieces:
         """Yield the stream's messages of `rows`, with the sequences of the archive. `_first`: the first archived rows.
@@ -400,9 +424,9 @@ class LivingComparison:
                     if piece:
                         yield piece
 
-    async def _missing(self, stream: str, _rows: SequenceRange, _end: int, absent: Sequence[int]) -> Missing:
-        """Return those of `absent` among `_rows` that the stream must hold, and further counts. `_end`: of all rows."""
-        return missing_of(absent, *await self._read_deleted(stream)) if absent else (), {}
+    async def _missing(self, stream: str, _rows: SequenceRange, _end: int, tally: Tally) -> Missing:
+        """Return the absent ones of `_rows` that the stream must hold, and further counts. `_end`: of all rows."""
+        return missing_of(tally.absent, *await self._read_deleted(stream)) if tally.absent else (), {}
 
     async def _read_deleted(self, stream: str) -> tuple[StreamInfo, list[int]]:
         if (answer := await deleted_sequences(self._client, stream)) is None:

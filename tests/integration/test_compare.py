@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from common.archive.columns import batch_of
+from common.archive.documents import AcceptedGap
 from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import SystemClock
@@ -23,15 +24,15 @@ from common.service.progress import Progress
 from common.tasks import Stop
 from infra.local.nats import NatsCluster
 from ingress.recovery import living
-from ingress.recovery.delivered import DeliveredRows, as_stored
-from ingress.recovery.living import CompareReport, CompareRequest, Copy, LivingComparison, Tally, reached_after
+from ingress.recovery.delivered import DeliveredRows, as_stored, removable
+from ingress.recovery.living import Batches, CompareReport, CompareRequest, Copy, LivingComparison, Tally, reached_after
 from ingress.recovery.read_back import Differences
 from ingress.recovery.request import RecoveryParts
 from tests.support.basics import unique
 from tests.support.commands import configuration, ran
 from tests.support.egress import SITE, Bench, Partitioned
 from tests.support.headers import escape
-from tests.support.ingress import CHAIN, Centre, change, closed_at, make, rows_of, store
+from tests.support.ingress import CHAIN, Centre, change, closed_at, make, rows_of, store, update
 from tests.support.segments import message
 
 COUNTS = ("same", "missing", "altered", "not_archived", "removed", "left_out")
@@ -70,30 +71,47 @@ def test_pieces_and_batches_of_any_size_are_compared_row_by_row():
     [
         ("123", {}), ("13", {"lost": [2]}), ("1223", {"late": [2]}), ("213", {"lost": [1], "late": [1]}),
         ("1234", {}), ("0123", {"after": 1}), ("1f23", {}),
+        ("2a3", {"lost": [1], "late": [1], "altered_late": [1]}), ("1213a", {"late": [1, 1], "altered_late": [1]}),
         *((f"12{what}", {"altered": 1}) for what in ("payload", "headers", "subject", "timestamp_ns")),
     ],
 )  # fmt: skip
 def test_rows_are_found_in_a_stream_that_floe_has_filled(order: str, differences: dict[str, Any]) -> None:
     altered = {"payload": b"else", "headers": build_block([b"A: 1"]), "subject": b"nodes.two", "timestamp_ns": 1}
-    rows, stored = {str(n): message(n, b"x") for n in range(5)}, list[Message]()
+    rows, stored = {str(n): message(n, b"x") for n in range(5)} | {"a": message(1, b"else")}, list[Message]()
     for place, name in enumerate([*order] if order[2:] not in altered else ["1", "2", order[2:]], 1):
         row = rows.get(name) or message(3, **{"payload": b"x", name: altered[name]} if name in altered else {})
         origin = Provenance(CHAIN.site, CHAIN.feed, 0, 0, row.sequence, row.timestamp_ns)
         headers = escape(row.headers, origin) if name != "f" else None
         stored.append(replace(row, sequence=place, subject=b"to." + row.subject, headers=headers))
-    batches = as_stored(iter([batch_of(*(rows[n] for n in "123"))]), lambda subject: b"to." + subject, is_relay=False)
-    arrivals, tally = DeliveredRows(CHAIN, SequenceRange(1, 3), 9), Tally(batches)
+
+    def batches(_rows: SequenceRange) -> Batches:
+        return as_stored(iter([batch_of(*(rows[n] for n in "123"))]), lambda subject: b"to." + subject, is_relay=False)
+
+    arrivals, tally = DeliveredRows(CHAIN, SequenceRange(1, 3), 9), Tally(batches(SequenceRange(1, 3)))
     found = [*arrivals.rows_of(stored)]
     tally.add(found, found[-1].sequence)
     tally.add((), 3)
-    wanted = {"lost": [], "late": [], "altered": 0, "after": 0, **differences}
-    assert {
+    wanted = {"lost": [], "late": [], "altered": 0, "after": 0, "altered_late": [], **differences}
+    assert wanted == {
         "lost": [*tally.absent],
         "late": [*arrivals.late],
         "altered": tally.altered,
         "after": arrivals.after,
-    } == wanted
+        "altered_late": [*arrivals.altered(batches)],
+    }
     assert arrivals.behind == (4 if order == "1234" else 10)
+
+
+@pytest.mark.parametrize(
+    ("config", "removed"),
+    [
+        ({}, 0), ({"max_msgs": -1, "max_bytes": -1, "max_age": 0}, 0), ({"max_age": 1}, 3), ({"max_bytes": 1}, 3),
+        ({"max_msgs": 9, "discard": "new"}, 0), ({"max_age": 1, "discard": "new"}, 3), ({"retention": "interest"}, 5),
+        ({"max_msgs_per_subject": 1}, 5), ({"allow_msg_ttl": True}, 5), ({"allow_rollup_hdrs": True}, 5),
+    ],
+)  # fmt: skip
+def test_only_limits_explain_that_messages_are_gone_from_a_target(config: dict[str, Any], removed: int) -> None:
+    assert removable({"retention": "limits", "discard": "old", **config}, 3, 2) == removed
 
 
 @pytest.mark.parametrize(
@@ -150,13 +168,39 @@ async def test_a_comparison_goes_on_where_the_last_one_found_all_equal(bench: Be
     assert (report.copies, list(report.lines())) == (
         (),
         [
-            f"{stream}: nothing to compare",
+            f"{SITE}/{stream}: nothing to compare",
             f"note: {SITE}/{stream}/0000/0: equal up to 100, as of the last comparison, and not archived further",
         ],
     )
     await bench.publish(stream, [b"y"] * 5)
     await bench.freeze({"stream": stream})
     assert counts(await compared(bench, stream, since_last=True)) == [(5, 0, 0, 0, 0, 0)]
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("lost", [(0,), (1,), (2,), (0, 1, 2)])
+async def test_segments_that_are_lost_from_the_bucket_are_missing(bench: Bench, lost: tuple[int, ...]) -> None:
+    stream = await bench.make_stream(unique("T"))
+    for _ in range(3):
+        await bench.publish(stream, [b"x"] * 10)
+        await bench.freeze({"stream": stream})
+    chain, refs = bench.chain(stream), bench.refs(stream)
+    assert counts(await compared(bench, stream)) == [(30, 0, 0, 0, 0, 0)]
+    for place in lost:
+        bench.objects.delete(refs[place].key)
+    count = 10 * len(lost)
+    report = await compared(bench, stream, since_last=True)
+    first, last = refs[lost[0]].coverage.first, refs[lost[-1]].coverage.last
+    assert report.copies[0].differences.examples[0] == f"{first}..{last}: missing in the archive: no segment covers it"
+    assert (report.exit_code, counts(report)[0][1], counts(report)[0][3]) == (3, count, count)
+    # Also where the stream has given them up, and a part is compared.
+    await bench.client.api(f"STREAM.PURGE.{stream}", {})
+    report = await compared(bench, stream, since_last=True, first=first + 1)
+    assert (report.exit_code, counts(report)) == (3, [(0, count - 1, 0, 0, 0, 0)])
+    # Neither what retention removed is missing, nor what an operator gave up.
+    bench.chains.raise_floor(chain, 11)
+    bench.chains.accept_gap(chain, AcceptedGap(SequenceRange(11, 30)))
+    assert (await compared(bench, stream)).exit_code == 0
 
 
 @pytest.mark.simulated
@@ -245,24 +289,32 @@ async def test_a_target_is_compared_row_by_row(client: FloeClient, centre: Centr
     report = await with_target(centre, "--since-last")
     assert (report["copies"], "not archived further" in report["notes"][0]) == ([], True)
 
-    # Messages that the target gave up explain as many rows, those before the first one too.
+    # Messages that a limit may have removed explain as many rows, those before the first one too; others are missing.
     await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 50})
     await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 4})
-    assert of_target(await with_target(centre)) == [(95, 0, 0, 0, 4, 0, 1, 0, 0, 0, 0)]
+    for limits, removed in (({}, 0), ({"max_age": 10**18}, 3), ({"max_msgs_per_subject": 1000}, 4)):
+        await update(client, centre, **limits)
+        report = await with_target(centre, code=3 if removed < 4 else 0)
+        assert of_target(report) == [(95, 4 - removed, 0, 0, removed, 0, 1, 0, 0, 0, 0)]
+        assert ["somebody purged or deleted" in note for note in report["notes"]] == [True] * (removed < 4)
 
     # Lost, altered and repeated rows of a part; the rest has not been delivered.
     archive.put(rows_of(101, 130))
-    await store(client, centre, [*rows_of(103, 109), *rows_of(111, 120), *rows_of(115, 115)])
+    again = replace(*rows_of(115, 115), payload=b"else")
+    await store(client, centre, [*rows_of(103, 109), *rows_of(111, 120), again])
     await change(client, centre, positions={CHAIN: 121}, target_sequence=117)
-    archive.put([replace(row, payload=b"other") for row in rows_of(131, 132)])
+    ref = archive.put([replace(row, payload=b"other") for row in rows_of(131, 132)])
     await store(client, centre, rows_of(121, 131))
     await change(client, centre, positions={CHAIN: 132}, target_sequence=128)
     report = await with_target(centre, "--since-last", "--rate", "1M/s", code=3)
-    assert of_target(report) == [(27, 3, 1, 0, 0, 0, 0, 0, 0, 1, 1)]
-    assert report["copies"][0]["examples"] == ["131: altered", "101: missing", "102: missing", "110: missing"]
+    assert of_target(report) == [(27, 3, 2, 0, 0, 0, 0, 0, 0, 1, 1)]
+    altered, missing = ("131: altered", "115: altered"), ("101: missing", "102: missing", "110: missing")
+    assert report["copies"][0]["examples"] == [*altered, *missing]
     part = ("--from-sequence", "116", "--to-sequence", "131")
     await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 128})
     assert of_target(await with_target(centre, *part)) == [(15, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1)]
+    archive.objects.delete(ref.key)
+    assert of_target(await with_target(centre, *part[:2], code=3)) == [(15, 2, 0, 0, 0, 0, 0, 0, 0, 0, 1)]
 
     centre.target_settings["sources"][0]["subject_prefix"] = f"{centre.target}.other"
     refused = await ran("compare", "-c", str(centre.write()), "us-east/NODES", "--with", "target", code=1)
