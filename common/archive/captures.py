@@ -267,11 +267,15 @@ def source_key(source: Mapping[str, Any]) -> str:
     name, pairs = str(source["name"]), [(source.get("filter_subject"), "")]
     for mark, of, key in ((":", "external", "api"), (":C=", "consumer", "name")):
         if of_it := source.get(of):
-            digest = hashlib.sha256(str(of_it.get(key, "")).encode()).digest()
-            name += mark + "".join(_DIGITS[byte % len(_DIGITS)] for byte in digest[:8])
+            name += mark + server_hash(str(of_it.get(key, "")))
     if transforms := source.get("subject_transforms"):
         pairs = [(each.get("src"), each.get("dest", "")) for each in transforms]
     return " ".join([name, *("\f".join(text or ">" for text in side) for side in zip(*pairs, strict=True))])
+
+
+def server_hash(text: str) -> str:
+    """Return the hash of nats-server in `Nats-Stream-Source`; of the creation time of a source, its identity."""
+    return "".join(_DIGITS[byte % len(_DIGITS)] for byte in hashlib.sha256(text.encode()).digest()[:8])
 
 
 def to_json(document: Captured) -> bytes:

@@ -20,6 +20,7 @@ from common.archive.captures import (
     CapturedConfig,
     CapturedConsumers,
     CapturedDeletions,
+    CapturedRestore,
     CaptureStore,
     check_config,
     outside_effects,
@@ -324,13 +325,21 @@ class ArchivedHistory:
         stop.set()  # an unavailable store ends the plan
         while plan.chains and begin < low and len(found) < len(keys):
             until, low, step = low, max(begin, low - step), 8 * step
-            for batch in self.rows(plan, low, ("sequence", "timestamp_ns", "headers"), stop):
-                if batch.column("sequence")[0].as_py() >= until:
-                    break
+            for batch in self.rows(plan, low, ("sequence", "timestamp_ns", "headers"), stop, until - 1):
                 for key, row in sourced_rows(batch):
                     for each in {key} & {*keys} or [of for of in keys if of.partition(" ")[0] == key]:
                         found[each] = max(row, found.get(each, row))
         return found
+
+    def restores(self, streams: Collection[str]) -> Iterator[tuple[str, int, CapturedRestore]]:
+        """Yield the last restore of each incarnation of these streams of the site, after the name of the stream and the
+        time (ns) at which the incarnation was created. Blocking.
+        """
+        for chain in self._documents.chains(self._request.site):
+            document = None if chain.partition else self._documents.read_stream(chain)
+            name = str(document.config.get("name")) if document is not None else ""
+            if document is not None and name in streams and (found := self._captures.restored(chain)) is not None:
+                yield name, parse_time(document.created), found
 
     def _downstream_positions(self, newest: Chain) -> Iterator[str]:
         """Yield, as text, the captured positions of mirrors and of streams that source from this one."""
@@ -441,17 +450,19 @@ class ArchivedHistory:
 
     # Rows
 
-    def rows(self, plan: RestorePlan, begin: int, columns: tuple[str, ...], stop: Stop) -> Iterator[pa.RecordBatch]:
-        """Return the rows of all partitions of the whole history by sequence, from `begin` on. Blocking.
+    def rows(
+        self, plan: RestorePlan, begin: int, columns: tuple[str, ...], stop: Stop, last: int = MAX_SEQUENCE
+    ) -> Iterator[pa.RecordBatch]:
+        """Return the rows of all partitions of the whole history by sequence, from `begin` to `last`. Blocking.
 
         Waits for an unavailable store until `stop` is set. Raises DataError if rows cannot be read, Unavailable
         (E-RESTORE-EXPIRED) if retention deleted them after the plan.
         """
         ranges = [
-            ChainRange(chain.chain, SequenceRange(max(part.first, begin), part.last))
+            ChainRange(chain.chain, SequenceRange(max(part.first, begin), min(part.last, last)))
             for chain in plan.chains
             for part in holes([*chain.holes, *chain.accepted], chain.range.rows)
-            if part.last >= begin
+            if part.last >= begin and part.first <= last
         ]
         partitions = len({each.chain.partition for each in ranges})  # read concurrently
         ahead = ReadAhead(self._readers, PREFETCH_BYTES // max(1, partitions))

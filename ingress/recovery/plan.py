@@ -143,10 +143,10 @@ def with_source_starts(
     config: Mapping[str, Any], sourced: Mapping[str, SourcedRow], is_held: Callable[[SourcedRow], bool]
 ) -> dict[str, Any]:
     """Return `config` with a start for each source if its newest archived message is not held: the sequence after that
-    message. Otherwise the server would read the source from the beginning.
+    message. Otherwise the server would read the source from the beginning. One with a consumer of its own has no start.
     """
     sources = [dict(source) for source in config.get("sources") or []]
-    for source in sources:
+    for source in (each for each in sources if not each.get("consumer")):
         if (row := sourced.get(source_key(source))) is not None and not is_held(row):
             source["opt_start_seq"] = row.source_sequence + 1
     return {**config, "sources": sources} if sources else dict(config)
@@ -336,6 +336,11 @@ class RestorePlan:
         messages = min(self.rows if rows_left is None else rows_left, self.end - begin + 1)
         return ArchiveState(messages, self.bytes, begin, at, self.last_sequence, max(last_ns, at))
 
+    @property
+    def empty_text(self) -> str:
+        """The description of the stream if no message comes back."""
+        return f"no message comes back: an empty stream, which continues at {self.last_sequence + 1}"
+
     def retention_filter(self) -> RetentionFilter:
         return RetentionFilter(self.config, self.deletions, self.configs, self.end)
 
@@ -364,10 +369,7 @@ class RestorePlan:
         request, numbers = self.request, ", ".join(f"{number:04d}" for number in self.incarnations)
         yield f"{request.site}/{request.feed} (incarnation {numbers}) into stream {self.name}"
         holds = f"{format_count(self.rows, 'archived message')}, {size_words(self.bytes)}"
-        if self.begin > self.end:
-            yield f"no message comes back: an empty stream, which continues at {self.last_sequence + 1}"
-        else:
-            yield f"sequences {self.begin} to {self.end}: {holds}"
+        yield self.empty_text if self.begin > self.end else f"sequences {self.begin} to {self.end}: {holds}"
         if (last := self.last_sequence) > self.end:
             yield f"new messages begin at {last + 1}: {SequenceRange(self.end + 1, last)} is left out"
         if self.rows:
@@ -571,7 +573,8 @@ def deviations(
         found.append(text)
     for key, row in plan.sourced.items():
         name, last = key.partition(" ")[0], row.source_sequence
-        found.append(f"source {name}: continues after {last}, its newest archived message")
+        same = "if it is the same stream" + ("" if ":" in name else ", or restored up to there before this one")
+        found.append(f"source {name}: continues after {last}, its newest archived message, {same}")
     if skipped:
         gone = sum(p.rows for chain in plan.chains for p in chain.parts if p.stretch.rows.last < plan.begin)
         found.append(f"{format_count(gone, 'message')} below {plan.begin} are not sent: {', '.join(skipped)}")

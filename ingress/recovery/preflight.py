@@ -249,11 +249,13 @@ def _server_notes(
     if count >= most and not is_limited and client.server_version >= DEFAULT_MAX_CONSUMERS_SINCE:
         unless = "unless its default_max_consumers (in jetstream: limits) is higher"
         yield f"{count} consumers, and one to read the stream back: this server accepts {most:,} a stream, {unless}"
-    if writer.format == "logical" and plan.request.promote and plan.rows and not plan.is_renamed:
+    # Since 2.15, a stream that sources from another one recognises it by its creation time.
+    is_new = client.server_version >= LOGICAL_MINOR and (writer.format == "logical" or client.is_clustered)
+    if is_new and plan.request.promote and plan.rows and not plan.is_renamed:
         way = "" if client.is_clustered else "; --format files prevents that"
         yield (
-            "this nats-server creates a new stream: streams that source from it read it from the beginning again, and "
-            f"get its messages twice{way}"
+            "this nats-server creates a new stream: living streams that source from it read it from the beginning "
+            f"again, and get its messages twice{way}"
         )
     if writer.format != "files":
         return

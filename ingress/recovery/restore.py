@@ -10,27 +10,28 @@ never changed. One restore of a name runs at a time: it holds a lease, and promo
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 
-from common.archive.captures import CapturedRestore, CaptureStore
-from common.clock import NS_PER_S, Backoff, doubling_delays, format_time
-from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.archive.captures import CapturedRestore, CaptureStore, server_hash
+from common.chain import FEED_PATTERN
+from common.clock import NS_PER_S, Backoff, doubling_delays, format_time, parse_time
+from common.errors import ConfigError, FloeError, Refused, Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices
 from common.failpoints import failpoint
-from common.nats.api import INTEREST, StreamInfo, create_consumer, durable_config, durable_name_prefix
+from common.nats.api import INTEREST, StreamInfo, create_consumer, durable_config, durable_name_prefix, stream_info
 from common.nats.buckets import open_leases, optional_leases
 from common.nats.client import FloeClient, connect
 from common.nats.lease import new_owner
 from common.nats.requests import ApiError
 from common.nats.restore_upload import ArchiveUpload
-from common.sequences import SequenceRange
+from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import Settings
 from common.settings.service import NatsSettings, ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
@@ -146,12 +147,13 @@ class RestoreReport:
 
 
 class Restore:
-    """One request over one archive."""
+    """One request over one archive. `not_back`: streams that have to be back before one that sources from them."""
 
     def __init__(
         self, settings: Settings, request: RestoreRequest, parts: RecoveryParts, tuning: RestoreTuning | None = None
     ) -> None:
         self._settings, self._request, self._tuning = settings, request, tuning or RestoreTuning()
+        self.not_back: Collection[str] = ()
         _, documents, self._clock, self._progress = parts
         self._captures = CaptureStore(documents.layout, documents.objects)
         self._work, self._stop = ArchiveWork(request, parts, self._check_stop), Stop()
@@ -199,7 +201,8 @@ class Restore:
             check_lossless(plan)
             async with self.open_connection() as client:
                 leases = optional_leases(client, self.service, self._owner, self._clock)
-                return await dry_run(client, plan, leases), None
+                notes = await dry_run(client, plan, leases)
+                return [*notes, *(await self._examine_sources(client, plan))[1]], None
         except FloeError as error:
             return [], error
 
@@ -214,12 +217,10 @@ class Restore:
         self._stop = stop
         plan, agreed = confirmed or await self.plan(), confirmed.elsewhere if confirmed else ()
         self._note(() if confirmed else plan.notes)
-        check_lossless(plan)
-        check_effects(plan, agreed)
         backoff = Backoff(None, ATTEMPT_BACKOFF)
         for attempt in range(ATTEMPTS):
             try:
-                return await self._attempt(client, plan)
+                return await self._attempt(client, plan, agreed)
             except FloeError as error:
                 if error.code == RUNS_CODE:
                     raise
@@ -240,8 +241,7 @@ class Restore:
                     raise
                 await client.wait_up(60.0)
                 if error.code in (GREW_CODE, EXPIRED_CODE):
-                    check_lossless(plan := await self.plan())
-                    check_effects(plan, agreed)
+                    plan = await self.plan()
         raise AssertionError("the last attempt raises")
 
     def _note(self, notes: Iterable[str]) -> None:
@@ -262,9 +262,13 @@ class Restore:
             code="E-RESTORE-REFUSED",
         )
 
-    async def _attempt(self, client: FloeClient, plan: RestorePlan) -> RestoreReport:
+    async def _attempt(self, client: FloeClient, plan: RestorePlan, agreed: Collection[str]) -> RestoreReport:
+        check_lossless(plan)
+        check_effects(plan, agreed)
         ready = await preflight(client, plan)
-        self._note(ready.notes)
+        sourced, notes = await self._examine_sources(client, ready.plan)
+        self._note((*ready.notes, *notes))
+        ready = replace(ready, plan=replace(ready.plan, sourced=sourced))
         guarded = self._guarded = GuardedStream(client, ready.plan, self._clock, self._progress, self._stop)
         if not self._request.promote:  # a drill has a lease of its own, for a name that no one else uses
             return await self._restore(client, ready, guarded)
@@ -273,6 +277,38 @@ class Restore:
         async with guarded.hold_lease(leases) as lease:
             work = self._finish_delivery(ready, guarded) if ready.is_promoted else self._restore(client, ready, guarded)
             return await run_with_renewal(lease, work)
+
+    async def _examine_sources(self, client: FloeClient, plan: RestorePlan) -> tuple[dict[str, SourcedRow], list[str]]:
+        """Return `plan.sourced`, with sequence 0 for each source that a restore has brought back: nats-server 2.15
+        recognises a source by its creation time, and would not continue after a message that the stream holds. Return
+        also, as text, the sources of which it takes all messages.
+
+        Sources in another account or domain, or with a consumer of their own, are not examined. Raises Stopped for one
+        that has to be back, Refused without the right to ask.
+        """
+        sourced, notes = dict(plan.sourced), list[str]()
+        known = {name for each in plan.config.get("sources") or [] if FEED_PATTERN.fullmatch(name := str(each["name"]))}
+        # The keys of sources that are not examined begin with more than the name.
+        names = {key: name for key, row in sourced.items() if row.identity and (name := key.partition(" ")[0]) in known}
+        restores = await asyncio.to_thread(list, self._work.history.restores({*names.values()})) if names else []
+        for key, name in names.items():
+            row, info = sourced[key], await stream_info(client, name)
+            if info is None or info.restore_marker:
+                notes.append(f"source {name} is not back: restored after this stream, its messages come twice on 2.15")
+                if name in self.not_back:
+                    raise Stopped(f"stream {plan.name}: {notes[-1]}", hint="restore it first", code="E-RESTORE-SOURCE")
+                continue
+            is_same = row.identity == server_hash(info.created)
+            own = (each for of, since, each in restores if of == name and since <= row.timestamp_ns)
+            found = next((each for each in own if each.has_created(info.created)), None)
+            if found is not None and (found.seen or not is_same):  # another server of a cluster has another time
+                # Sequences after the end of its restore are those of new messages.
+                end = max(found.end, found.skipped_to) if row.timestamp_ns < parse_time(found.at) else MAX_SEQUENCE
+                sourced[key] = row._replace(sequence=0, source_sequence=min(row.source_sequence, end))
+            elif not is_same:
+                notes.append(f"source {name} is not the archived stream: all its messages are taken on 2.15")
+                del sourced[key]
+        return sourced, notes
 
     async def _finish_delivery(self, ready: PreflightResult, guarded: GuardedStream) -> RestoreReport:
         names = tuple(await guarded.restore_delivery())
@@ -368,11 +404,7 @@ class Restore:
             self._progress.update(text, self._clock.monotonic())
 
         def read_rows(rows: SequenceRange) -> Iterator[pa.RecordBatch]:
-            for batch in self._work.history.rows(plan, rows.first, ROW_COLUMNS, self._stop):
-                count = int(np.searchsorted(np.asarray(batch.column("sequence")), rows.last, side="right"))
-                if not count:
-                    return
-                yield batch.slice(0, count)
+            return self._work.history.rows(plan, rows.first, ROW_COLUMNS, self._stop, rows.last)
 
         comparer = Comparer(client, plan.name, expected, read_rows, on_read)
         found = await comparer.run(self._request.verify, servers)

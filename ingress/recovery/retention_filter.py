@@ -284,11 +284,15 @@ def _ttl_ns(value: bytes) -> int:
 
 
 class SourcedRow(NamedTuple):
-    """An archived message that came from a source of the stream; `source_sequence`: its sequence in the source."""
+    """An archived message that came from a source of the stream; `source_sequence`: its sequence in the source.
+
+    `identity`: the `server_hash` of the creation time of the source; empty before nats-server 2.15.
+    """
 
     sequence: int
     timestamp_ns: int
     source_sequence: int
+    identity: str = ""
 
 
 def sourced_rows(batch: pa.RecordBatch) -> Iterator[tuple[str, SourcedRow]]:
@@ -297,7 +301,7 @@ def sourced_rows(batch: pa.RecordBatch) -> Iterator[tuple[str, SourcedRow]]:
         fields = headers[b"Nats-Stream-Source"].decode(errors="replace").split(" ")
         if len(fields) > 1 and fields[1].isdecimal():
             sequence, at = batch.column("sequence")[row].as_py(), batch.column("timestamp_ns")[row].as_py()
-            yield " ".join([fields[0], *fields[2:4]]), SourcedRow(sequence, at, int(fields[1]))
+            yield " ".join([fields[0], *fields[2:4]]), SourcedRow(sequence, at, int(fields[1]), "".join(fields[5:6]))
 
 
 def _with_header(batch: pa.RecordBatch, name: bytes) -> Iterator[tuple[int, dict[bytes, bytes]]]:

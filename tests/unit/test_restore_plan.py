@@ -160,16 +160,21 @@ def test_a_source_is_known_by_its_messages() -> None:
         assert re.sub(":[0-9A-Za-z]{8} ", ":HASH ", source_key(source)) == key
         text = f"NATS/1.0\r\nNats-Stream-Source: {source_key(source).replace(' ', ' 30 ', 1)} up.a ident\r\n\r\n"
         batch = batch_of([Message(4, 5, b"up.a", text.encode(), b""), row(7)])
-        assert [*sourced_rows(batch)] == [(source_key(source), SourcedRow(4, 5, 30))]
+        assert [*sourced_rows(batch)] == [(source_key(source), SourcedRow(4, 5, 30, "ident"))]
         old = batch_of([Message(4, 5, b"up.a", b"NATS/1.0\r\nNats-Stream-Source: UP 9\r\n\r\n", b"")])
         assert [*sourced_rows(old)] == [("UP", SourcedRow(4, 5, 9))]
 
 
 def test_a_source_begins_behind_the_archived_ones_only_where_no_message_of_it_came_back() -> None:
-    config = {"name": "S", "sources": [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 3}, {"name": "NONE"}]}
-    sourced = {"HELD > >": SourcedRow(10, 1, 20), "LOST > >": SourcedRow(9, 1, 30)}
+    own = {"name": "OWN", "consumer": {"name": "C", "deliver_subject": "d"}}  # takes no start
+    config = {"name": "S", "sources": [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 3}, {"name": "NONE"}, own]}
+    sourced = {
+        "HELD > >": SourcedRow(10, 1, 20),
+        "LOST > >": SourcedRow(9, 1, 30),
+        source_key(own): SourcedRow(8, 1, 5),
+    }
     found = planning.with_source_starts(config, sourced, lambda row: row.sequence == 10)
-    assert found["sources"] == [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 31}, {"name": "NONE"}]
+    assert found["sources"] == [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 31}, {"name": "NONE"}, own]
     assert config["sources"][1] == {"name": "LOST", "opt_start_seq": 3}
     assert planning.with_source_starts({"name": "S"}, {}, lambda row: False) == {"name": "S"}
 
