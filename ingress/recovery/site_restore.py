@@ -11,6 +11,7 @@ from typing import Any
 
 from common.errors import FloeError, UsageError
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER
+from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import Stop
 from ingress.recovery.drill import ExactDrill, ExactReport
@@ -21,6 +22,7 @@ from ingress.recovery.restore import Restore, RestoreReport
 PARALLEL_RESTORES = 16  # most of the time of a small one is waiting: each name is watched for seconds before it is used
 PARALLEL_LARGE = 4  # each fills one stream, with four threads of its own
 LARGE_BYTES = 64 * 2**20
+BACK_STATES = ("restored", "planned", "there")
 EXISTS_CODE, ELSEWHERE_CODE = "E-RESTORE-EXISTS", "E-RESTORE-ELSEWHERE"
 
 
@@ -28,6 +30,7 @@ EXISTS_CODE, ELSEWHERE_CODE = "E-RESTORE-EXISTS", "E-RESTORE-ELSEWHERE"
 class StreamOutcome:
     """The outcome of one stream. `state`: `restored`, `drilled`, `planned`, `there` (a stream of that name exists),
     `skipped` (no feed holds all of it), `differs`, `failed` or `stopped`. `text`: the reason, empty if none is needed.
+    `report`: the plan of a planned one.
     """
 
     feed: str
@@ -35,7 +38,7 @@ class StreamOutcome:
     state: str
     text: str = ""
     code: int = 0
-    report: RestoreReport | ExactReport | None = None
+    report: RestoreReport | ExactReport | RestorePlan | None = None
 
     def as_json(self) -> dict[str, Any]:
         found = self.report.as_json() if self.report else None
@@ -43,7 +46,7 @@ class StreamOutcome:
 
     def lines(self) -> Iterator[str]:
         yield f"{self.state:8}  {self.stream}  (feed {self.feed})" + (f": {self.text}" if self.text else "")
-        if self.report is not None and self.state == "differs":
+        if self.report is not None and self.state in ("planned", "differs"):
             yield from (f"  {line}" for line in self.report.lines())
 
 
@@ -100,6 +103,20 @@ def _sources(config: Mapping[str, Any]) -> set[str]:
     return {str(each.get("name")) for each in config.get("sources") or [] if not each.get("external")}
 
 
+class NamedProgress(Progress):
+    """The progress of one of several streams: each line begins with the name of its stream."""
+
+    def __init__(self, name: str, shared: Progress) -> None:
+        super().__init__(is_terminal=False)
+        self.name, self._shared = name, shared
+
+    def print(self, text: str) -> None:
+        self._shared.print(f"{self.name}: {text}")
+
+    def update(self, text: str, at: float) -> None:
+        self._shared.update(f"{self.name}: {text}", at)
+
+
 class WholeSiteRestore:
     """One request for all feeds of a site. `make_drill`: makes the drill of a request, if the streams are drilled, one
     after another, and not restored.
@@ -115,6 +132,7 @@ class WholeSiteRestore:
         self._settings, self._request, self._parts, self._make_drill = settings, request, parts, make_drill
         self._restores: dict[str, Restore] = {}  # by feed
         self._outcomes: dict[str, StreamOutcome] = {}  # by stream; by feed if its stream is not known
+        self._not_back = set[str]()  # streams, as far as known
 
     async def plan(self) -> list[RestorePlan]:
         """Return the plans of all streams that can come back whole; note the others as skipped or failed. Raises
@@ -130,9 +148,12 @@ class WholeSiteRestore:
         plans = list[RestorePlan]()
         for feed in feeds:
             request = replace(self._request, feed=feed, promote=self._make_drill is None)
-            work = self._restores[feed] = Restore(self._settings, request, self._parts)
+            progress = NamedProgress(feed, self._parts.progress)
+            work = self._restores[feed] = Restore(self._settings, request, self._parts._replace(progress=progress))
+            work.not_back = self._not_back
             try:
-                plans.append(await work.plan())
+                plans.append(plan := await work.plan())
+                progress.name = plan.name
             except FloeError as error:
                 self._note(StreamOutcome(feed, feed, "failed", error.message, error.exit_code))
         whole, lossy = choose_feeds(plans)
@@ -146,10 +167,12 @@ class WholeSiteRestore:
 
     async def check(self, plans: Sequence[RestorePlan]) -> SiteReport:
         """Ask the server what would become of each plan; nothing is written."""
-        for plan in plans:
-            _, refused = await self._restores[plan.request.feed].check(plan)
+        for plan in (plan for wave in in_waves(plans) for plan in wave):
+            notes, refused = await self._restores[plan.request.feed].check(plan)
             feed, size = plan.request.feed, f"{plan.rows:,} messages up to sequence {plan.end}"
-            self._note(self._refused(plan, refused) if refused else StreamOutcome(feed, plan.name, "planned", size))
+            shown = replace(plan, notes=(*plan.notes, *notes))
+            planned = StreamOutcome(feed, plan.name, "planned", size, report=shown)
+            self._note(self._refused(plan, refused) if refused else planned)
         return self._report()
 
     async def run(self, plans: Sequence[RestorePlan], stop: Stop, *, is_confirmed: bool) -> SiteReport:
@@ -187,7 +210,8 @@ class WholeSiteRestore:
             return
         state = "differs" if report.exit_code else "drilled" if self._make_drill else "restored"
         outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)
-        self._note(replace(outcome, text=f"{report.as_json()['rows']:,} messages"))
+        rows = report.as_json()["rows"]
+        self._note(replace(outcome, text=f"{rows:,} messages" if rows else plan.empty_text))
         self._parts.progress.print(next(outcome.lines()))
 
     def _refused(self, plan: RestorePlan, error: FloeError) -> StreamOutcome:
@@ -197,6 +221,7 @@ class WholeSiteRestore:
 
     def _note(self, outcome: StreamOutcome) -> None:
         self._outcomes[outcome.stream] = outcome
+        (self._not_back.discard if outcome.state in BACK_STATES else self._not_back.add)(outcome.stream)
 
     def _report(self) -> SiteReport:
         return SiteReport(self._request.site, tuple(each for _, each in sorted(self._outcomes.items())))

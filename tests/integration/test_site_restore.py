@@ -59,50 +59,70 @@ async def test_a_site_that_lost_its_server_comes_back_by_one_command(alone: tupl
     streams = [await bench.make_stream(unique(f"R{number}"), storage="file") for number in range(3)]
     for number, stream in enumerate(streams):
         await bench.publish(stream, [b"%d" % number] * 40)
-    total = unique("SUM")
-    await create_stream(bench.client, {"name": total, "sources": [{"name": each} for each in streams[:2]]})
-    await soon(lambda: bench.reaches(total, 80))
     sampled = {"name": "SAMPLED", "stream": unique("L"), "inspect_subject_token": 2, "inspect_duration": "1h"}
     await bench.make_stream(sampled["stream"])
     await bench.publish(sampled["stream"], [b"x"] * 20)
-    feeds = [{"stream": each} for each in (*streams, total)] + [sampled]
+    total, copy = unique("SUM"), unique("COPY")  # the second of a stream that does not come back
+    for name, sources, count in ((total, streams[:2], 80), (copy, [sampled["stream"]], 20)):
+        await create_stream(bench.client, {"name": name, "sources": [{"name": each} for each in sources]})
+        await soon(lambda: bench.reaches(name, count))  # noqa: B023
+    feeds = [{"stream": each} for each in (*streams, total, copy)] + [sampled]
     async with bench.egress(*feeds):
-        for each in (*streams, total):
+        for each in (*streams, total, copy):
             await bench.archived_to(each, await bench.last(each))
         await bench.archived_to("SAMPLED", 20)
-    for each in (*streams, total):
+    for each in (*streams, total, copy):
         await back.capture(bench, each, await bench.last(each))
     before = {each: await back.contents(bench, each) for each in (*streams, total)}
     config = configuration(bench, *feeds)
     drilled = (await ran("drill", "-c", str(config), SITE, "--all", "--json", code=3)).json()["streams"]
     assert {each["stream"]: each["state"] for each in drilled} == {
-        **dict.fromkeys((*streams, total), "drilled"), sampled["stream"]: "skipped",
+        **dict.fromkeys((*streams, total, copy), "drilled"), sampled["stream"]: "skipped",
     }  # fmt: skip
     assert (await bench.client.api("STREAM.NAMES", {"subject": f"{RESTORE_PREFIX}>"}))["total"] == 0
-    for each in (*streams[:2], total, sampled["stream"]):
+    for each in (*streams[:2], total, sampled["stream"], copy):
         await bench.delete_stream(each)
 
     words = ("restore", "-c", str(config), SITE, "--all", "--allow-elsewhere")
-    planned = (await ran(*words, "--dry-run", "--json", code=3)).json()["streams"]
+    planned = (await ran(*words, "--dry-run", "--json", code=1)).json()["streams"]
     states = dict.fromkeys((*streams[:2], total), "planned") | {streams[2]: "there", sampled["stream"]: "skipped"}
-    assert {each["stream"]: each["state"] for each in planned} == states
-    found = (await ran(*words, "--json", code=3)).json()["streams"]
-    assert {each["stream"]: each["state"] for each in found} == {
-        each: "restored" if state == "planned" else state for each, state in states.items()
+    assert {each["stream"]: each["state"] for each in planned} == states | {copy: "failed"}
+    effects = [each["report"]["elsewhere"] for each in planned if each["stream"] == total]
+    assert effects == [[f"sources: takes messages from stream {each!r}" for each in streams[:2]]]
+    done = await ran(*words, "--json", code=1)
+    assert {each["stream"]: each["state"] for each in done.json()["streams"]} == {
+        each: "restored" if state == "planned" else state for each, state in (states | {copy: "failed"}).items()
     }
-    assert {each: await back.contents(bench, each) for each in before} == before
-    again = await ran(*words[:-1], code=3)  # a stream that is back needs no permission
-    assert f"site {SITE}: 1 skipped, 4 there" in again.out
+    assert f"\n{total}: note: source {streams[0]}: continues after 40, its newest archived message" in done.err
+    for each in streams[:2]:  # nothing of them comes twice
+        await bench.publish(each, [b"next"])
+    await soon(lambda: bench.reaches(total, 82))
+    assert [m.payload for m in (await back.contents(bench, total))[80:]] == [b"next"] * 2
+    assert {each: (await back.contents(bench, each))[: len(before[each])] for each in before} == before
+    again = await ran(*words[:-1], code=1)  # a stream that is back needs no permission
+    assert f"site {SITE}: 1 failed, 1 skipped, 4 there" in again.out
     assert "the feed is sampled" in again.out
+    assert f"[E-RESTORE-SOURCE] stream {copy}: source {sampled['stream']} is not back" in again.out
 
 
-async def test_what_is_not_one_site_is_refused(bench: Bench) -> None:
-    config = str(configuration(bench, {"stream": "X"}))
+async def test_what_is_not_one_site_is_refused_and_a_stream_without_a_message_comes_back_empty(bench: Bench) -> None:
+    empty, late = await bench.make_stream(unique("E")), await bench.filled([b"x"])
+    async with bench.egress({"stream": empty}, {"stream": late}):
+        await bench.archived_to(late, 1)
+        await soon(lambda: bench.chains.read_chain(bench.chain(empty)) is not None)
+    for each in (empty, late):
+        await bench.delete_stream(each)
+    config, until = str(configuration(bench, {"stream": empty})), (SITE, "--all", "--until", "2026-01-01T00:00:00Z")
+    nothing = "no message comes back: an empty stream, which continues at 1"
     for words, text in (
         ((SITE,), "expected SITE/FEED, or SITE with --all"),
         ((f"{SITE}/X", "--all"), "expected SITE/FEED, or SITE with --all"),
         ((SITE, "--all", "--as", "Y"), "--all: expected no option for one stream"),
-        (("nowhere", "--all", "--dry-run"), "expected a site with an archive, found none"),
+        (("nowhere", "--all", "--dry-run"), f"expected a site with an archive, found {SITE}"),
+        ((*until, "--dry-run"), f"\n  {nothing}\n"),
+        (until, f"restored  {empty}  (feed {empty}): {nothing}\n"),
+        (until, f"failed    {late}  (feed {late}): {SITE}/{late}: expected a point in time after the first message"),
     ):
-        assert text in (await ran("restore", "-c", config, *words, code=2)).err
+        done = await ran("restore", "-c", config, *words, code=2)
+        assert text in done.err + done.out
     assert "expected SITE/FEED, or SITE with --all" in (await ran("drill", "-c", config, SITE, code=2)).err
