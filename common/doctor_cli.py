@@ -90,9 +90,7 @@ def doctor(probes: RoleProbes, roles: tuple[str, ...], config: str, as_json: boo
 def _show(found: Examination) -> None:
     rows = [(each.part, each.what, StyledCell(each.state, COLOURS[each.state]), each.found) for each in found.findings]
     print_table(rows, FINDING_COLUMNS)
-    for each in found.findings:
-        if not each.meaning:
-            continue
+    for each in filter(lambda each: each.meaning, found.findings):
         click.echo(f"\n{each.state}: {each.part}, {each.what}: {escape(each.found)}")
         click.echo(f"  meaning: {each.meaning}")
         if each.todo:
@@ -196,11 +194,9 @@ async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
     """Return JetStream's information on the account, or the finding why there is none."""
     try:
         found = await jetstream_account(client)
-    except ConfigError as error:
-        meaning = "JetStream is not available to this account, or in this domain or prefix: the role cannot work"
-        return failed("nats", "jetstream", error, meaning)
     except FloeError as error:
-        return failed("nats", "jetstream", error)
+        gone = "JetStream is not available to this account, or in this domain or prefix: the role cannot work"
+        return failed("nats", "jetstream", error, gone if isinstance(error, ConfigError) else "")
     if found is not None:
         return found
     subject = client.api_subject("INFO")

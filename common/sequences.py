@@ -132,8 +132,7 @@ def preference(segment: CoverCandidate) -> tuple[int, int, str]:
 
 def choose_segment(segments: Iterable[S], position: int) -> S | None:
     """Return the segment that the cover rule takes at `position`; None if none contains it (a hole)."""
-    containing = [s for s in segments if reaches(s.coverage, position)]
-    return max(containing, key=preference, default=None)
+    return max((s for s in segments if reaches(s.coverage, position)), key=preference, default=None)
 
 
 def cover(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:

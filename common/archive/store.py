@@ -338,8 +338,7 @@ class SegmentStore:
 
     def _open_whole(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
         if ref.size <= IN_MEMORY_BYTES:
-            data = self.objects.get(ref.key, length=ref.size + 1)
-            return self._open_verified(ref, data, rows)
+            return self._open_verified(ref, self.objects.get(ref.key, length=ref.size + 1), rows)
         with self._download(ref) as path:
             return self._open_verified(ref, path, rows)
 

@@ -238,8 +238,7 @@ def open_stretch(
     `refs`: the segments of the chain, if they are listed already (None: listed when needed). `excluded`: keys of
     segments that do not count. Raises SegmentCorrupt, SegmentGone, and the errors of the store.
     """
-    reader = store.open(stretch.segment, rows=stretch.rows)
-    return StretchReader(store, stretch, reader, refs, excluded)
+    return StretchReader(store, stretch, store.open(stretch.segment, rows=stretch.rows), refs, excluded)
 
 
 def merge_windows(

@@ -191,8 +191,7 @@ async def next_message(client: FloeClient, stream: str, sequence: int, filter_su
 
     Raises ApiError if there is no such stream.
     """
-    request = {"seq": sequence, "next_by_subj": filter_subject or ">"}
-    return await query_message(client, stream, request)
+    return await query_message(client, stream, {"seq": sequence, "next_by_subj": filter_subject or ">"})
 
 
 async def query_message(client: FloeClient, stream: str, request: dict[str, Any], *not_found: int) -> Message | None:

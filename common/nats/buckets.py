@@ -46,14 +46,12 @@ async def _replicas(client: FloeClient, target: TargetSettings) -> int:
 async def open_state(client: FloeClient, settings: ServiceSettings, *, target: str = "") -> KeyValue:
     """Return the state bucket; create it if it is missing. `target`: as in `kv_replicas`."""
     replicas = partial(kv_replicas, client, settings, target)
-    size = settings.kv_max_bytes
-    return await KeyValue(client, settings.state_bucket, replicas=replicas, max_bytes=size).ensure()
+    return await KeyValue(client, settings.state_bucket, replicas=replicas, max_bytes=settings.kv_max_bytes).ensure()
 
 
 def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
     """The state bucket for a command that may only read. A missing bucket is empty; the first write creates it."""
-    replicas = partial(kv_replicas, client, settings)
-    size = settings.kv_max_bytes
+    replicas, size = partial(kv_replicas, client, settings), settings.kv_max_bytes
     return KeyValue(client, settings.state_bucket, replicas=replicas, optional=True, max_bytes=size)
 
 

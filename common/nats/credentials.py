@@ -287,9 +287,7 @@ def _unreachable_hint(error: Exception, text: str, settings: NatsSettings) -> st
         return "check that nats-server runs there, and its port in nats.url"
     if isinstance(error, socket.gaierror):
         return "check the name in nats.url, and this host's resolver"
-    if isinstance(error, OSError):
-        return "check nats.url, and the network path to it"
-    return "see the server's log"
+    return "check nats.url, and the network path to it" if isinstance(error, OSError) else "see the server's log"
 
 
 # The last two depend on the version of OpenSSL.

@@ -303,8 +303,7 @@ class EgressSettings(ServiceSettings):
 
     def feed_named(self, name: str) -> FeedSettings | None:
         """Return the feed of that name, also of a stream that a pattern matches; None if there is none."""
-        found = (*self.feeds, *self.feeds_of(name))
-        return next((each for each in found if each.name == name), None)
+        return next((each for each in (*self.feeds, *self.feeds_of(name)) if each.name == name), None)
 
     def needs_no_archive(self, stream: str) -> bool:
         return _is_any(self.not_archived, stream)
