@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from common.cli import config_command, json_option, print_json, run_async, run_command
-from common.errors import ConfigError, FloeError, Refused, UsageError
+from common.errors import ConfigError, FloeError, UsageError
 from common.settings.types import format_count
 
 if TYPE_CHECKING:
@@ -153,17 +153,18 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
 
 
 def write_files(files: Mapping[str, str], folder: Path, option: str) -> None:
-    """Write all files, or none if one of them exists already. `option`: that names the folder."""
-    there = [str(folder / name) for name in files if (folder / name).exists()]
-    if there:
-        raise UsageError(f"{there[0]}: expected no such file, found one", hint=f"choose another {option}")
+    """Write all files. `option`: that names the folder. Raises UsageError if one of the files exists already, before
+    any is written, and for a folder that cannot be made or written.
+    """
     try:
+        if there := [str(folder / name) for name in files if (folder / name).exists()]:
+            raise UsageError(f"{there[0]}: expected no such file, found one", hint=f"choose another {option}")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             with (folder / name).open("x", encoding="utf-8") as made:
                 made.write(text)
-    except OSError as error:
-        raise Refused(f"{folder}: cannot be written: {error.strerror}", code="E-OS") from error
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise UsageError(f"{option} {folder}: expected a folder to write into, found: {error.strerror}") from error
 
 
 def _print_written(imported: Imported, out_dir: str) -> None:

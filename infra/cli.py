@@ -164,7 +164,7 @@ def add(config: str, name: str, feeds: str, output: str | None, as_json: bool) -
         print_json({"site": name, "files": files})
     else:
         texts = (f"# {file}\n{text}" for file, text in files.items())
-        click.echo("\n".join(str(Path(output, file)) for file in files) if output else "\n".join(texts))
+        click.echo("\n".join(str(Path(output, file)) for file in files) if output is not None else "\n".join(texts))
     pairs = [(name, each) for each in streams if "*" not in each]
     taken = {pair for target in settings.ingress.targets for pair in target.listed_feeds(pairs)}
     if missing := ["/".join(pair) for pair in pairs if pair not in taken]:

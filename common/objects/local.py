@@ -105,6 +105,11 @@ class HiddenFolder:
         return self._path / "metadata" / digest[:2] / digest[2:]
 
 
+def existing_parent(path: Path) -> Path:
+    """Return `path`, or what exists nearest above it."""
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
+
+
 def make_folder(path: Path) -> Path:
     """Create `path` and the folders above it, durably; return `path`."""
     if not path.is_dir():
@@ -178,13 +183,16 @@ _ERRNO_ERRORS: Mapping[int, tuple[type[FloeError], str, str]] = {
 class LocalObjects:
     """The objects under `root`, which is created (mode 0700) if it is missing and `creates` is set.
 
-    When a writing verb returns, its change is on the disk. `head` computes `sha256` from the file each time.
+    When a writing verb returns, its change is on the disk. `head` computes `sha256` from the file each time. Raises
+    ConfigError if something else than a folder is in the place of `root`, or above it.
     """
 
     def __init__(self, root: Path, *, creates: bool = True) -> None:
         self._root, self._hidden = root, HiddenFolder(root / HIDDEN_FOLDER)
         self._folder = str(root)  # a listing makes a path for each object: much faster than a Path
         with self._translate_errors("open", ""):
+            if not (found := existing_parent(root)).is_dir():
+                raise ConfigError(f"store {root}: expected a folder, found a file: {found}", hint="correct store.url")
             if creates:
                 make_folder(root)
             self._check_root()

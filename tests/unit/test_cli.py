@@ -307,7 +307,18 @@ def test_the_folder_of_a_store_is_created_once(folder: Path):
         assert run_here("store", "create", "-c", "c.yaml") == Done(0, f"file://{folder}/a/store: {outcome}\n", "")
     (folder / "a" / "store").rmdir()
     (folder / "a" / "store").write_text("a file")
-    assert run_here("store", "create", "-c", "c.yaml").code == 75
+    (folder / "below.yaml").write_text(f"store: {{url: file://{folder}/a/store/b}}\n")
+    for words in ("store create -c c.yaml", "store create -c below.yaml", "status -c below.yaml"):
+        ended = run_here(*words.split())
+        assert (ended.code, f"found a file: {folder}/a/store; correct" in ended.err) == (78, True), ended
+
+
+@pytest.mark.parametrize("place", ["c.yaml", "c.yaml/below", "/proc/below"])
+def test_a_folder_for_output_that_cannot_be_made_is_a_wrong_call(place: str, folder: Path):
+    (folder / "c.yaml").write_text(f"store: {{url: file://{folder}}}\n")
+    for words in ("site add us", "report latest")[: 1 if place.startswith("/") else 2]:
+        ended = run_here(*words.split(), "-c", "c.yaml", "--output", place)
+        assert (ended.code, f"--output {place}: expected a folder" in ended.err) == (2, True), ended
 
 
 # floe version, floe completion
