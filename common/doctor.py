@@ -30,6 +30,7 @@ from common.clock import Clock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.nats.credentials import apply_context
 from common.nats.requests import NO_RESPONDERS_CODE, ApiError
+from common.objects.local import existing_parent
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.objects.port import BucketStore, ConditionalPutRefused, LifecycleRule, ObjectStore, read_store_clock
 from common.service.process import ThreadPool
@@ -176,6 +177,7 @@ async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
     """
     from common.nats.api import query
 
+    client.allow_refusal(client.api_subject("INFO"))
     try:
         return await query(client, "INFO")
     except Refused:
@@ -265,8 +267,9 @@ def _list_first_key(settings: Settings) -> None:
 
 
 def _open_objects(settings: Settings) -> ObjectStore:
-    """Open the store for probes: it answers within a time that a person waits for."""
-    return open_objects(settings.store, timeout=max(VIEW_TIMEOUT_S, cap_timeout(settings.nats).connect_timeout))
+    """Open the store for probes: it answers within a time that a person waits for. A missing folder is not made."""
+    timeout = max(VIEW_TIMEOUT_S, cap_timeout(settings.nats).connect_timeout)
+    return open_objects(settings.store, timeout=timeout, creates=False)
 
 
 def _only_site(settings: Settings, roles: Collection[str]) -> str | None:
@@ -638,16 +641,18 @@ def _rule_text(rule: LifecycleRule) -> str:
 
 
 def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFinding]:
-    """Probe the disk; blocking. Writes one file of 64 KiB into the spool, and removes it."""
+    """Probe the disk; blocking. Writes one file of 64 KiB into the spool, and removes it; into the folder above a
+    spool that a service has yet to make.
+    """
     from common.archive.writer import Spool, spool_errors
 
     folder = Path(settings.spool_dir or tempfile.gettempdir())
-    with closing(Spool(folder)) as spool:
+    with closing(Spool(existing_parent(folder))) as spool:
         try:
             path = spool.new_file()
             with spool_errors(folder):
                 path.write_bytes(bytes(64 * 1024))
-            free = shutil.disk_usage(folder).free
+            free = shutil.disk_usage(path.parent).free
         except FloeError as error:
             meaning = "segments are built in this folder: without it egress cannot archive and compaction cannot merge"
             return [problem("disk", "spool", f"{error.code}: {error.message}", meaning, error.hint)]

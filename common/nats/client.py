@@ -286,9 +286,9 @@ class FloeClient(Client):
         if self._subs.pop(sid, None) is not None and self.is_up:
             self.send(b"UNSUB %d\r\n" % sid)
 
-    def allow_refusal(self, subject: str) -> None:
-        """Log a refusal of `subject` no more as an error: the caller works without that permission."""
-        self._optional.add(subject.encode())
+    def allow_refusal(self, *subjects: str) -> None:
+        """Log a refusal of `subjects` no more as an error: the caller works without that permission."""
+        self._optional.update(subject.encode() for subject in subjects)
 
     def permission_error(self, subject: bytes) -> Refused | None:
         """Return the server's refusal of `subject` to this connection, or None if there was none."""
