@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
 
-from common.chain import CHAIN_FORM, Chain, parse_feed_parts
+from common.chain import CHAIN_FORM, FEED_PATTERN, Chain, parse_feed_parts
 from common.clock import NS_PER_S, format_time, parse_time
 from common.errors import UsageError
 from common.exits import CONTEXT_META_KEY, exit_with_code
@@ -330,6 +330,13 @@ def check_textfile(path: Path | None) -> None:
         raise UsageError(f"--metrics-textfile {path}: expected the name of a file, found something else")
     if path and not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"--metrics-textfile {path}: expected a file in a writable folder, found none")
+
+
+def check_stream_name(option: str, name: str | None) -> None:
+    """Check that `name` can be the name of a stream; None: not given. Raises UsageError."""
+    if name is not None and not FEED_PATTERN.fullmatch(name):
+        form = "a stream name, 1 to 255 characters without space . * > / \\"
+        raise UsageError(f"{option}: expected {form}, found {name!r:.80}")
 
 
 def range_options(command: Command) -> Command:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 from collections.abc import Coroutine
@@ -13,15 +14,26 @@ import click
 from click.core import ParameterSource
 
 from common.chain import Chain
-from common.cli import Duration, Size, config_command, config_option, json_option, print_json, run_command
+from common.cli import Duration, ParsedType, Size, config_command, config_option, json_option, print_json, run_command
 from common.clock import SystemClock
 from common.errors import FloeError, UsageError
+from common.settings.types import parse_listen
 
 if TYPE_CHECKING:
     from common.settings.root import StoreSettings
     from common.settings.service import NatsSettings
 
 T = TypeVar("T")
+
+
+class FiniteRange(click.FloatRange):
+    """A finite number in a range: the ranges of click contain nan and inf."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"expected a finite number, found {value!r:.60}", param, ctx)
+        return found
 
 
 @click.command()
@@ -41,13 +53,13 @@ T = TypeVar("T")
 )
 @click.option("--subscriptions", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of each connection.")
 @click.option("--interval", type=Duration(), default="5m", show_default=True, help="How often each one publishes.")
-@click.option("--rate", type=click.FloatRange(min=0), help="Messages per second of the fleet; 0: no limit.")
+@click.option("--rate", type=FiniteRange(min=0), help="Messages per second of the fleet; 0: no limit.")
 @click.option("--min-size", type=Size(), default="1K", show_default=True, help="Approximate smallest document.")
 @click.option("--max-size", type=Size(), default="15K", show_default=True, help="Approximate largest document.")
 @click.option("--count", type=click.IntRange(min=1), help="Stop after this many messages.")
 @click.option("--duration", type=Duration(), help="Stop after this time.")
 @click.option("--seed", type=int, help="The same seed makes the same fleet; default: random.")
-@click.option("--listen", default="", help="Serve /metrics at this address while it runs, such as 127.0.0.1:9470.")
+@click.option("--listen", type=ParsedType("address", tuple, parse_listen), help="Serve /metrics there while it runs.")
 @json_option
 @run_command
 async def emulate(
@@ -92,8 +104,8 @@ async def emulate(
 
 
 @click.command()
-@click.option("--seconds", type=click.FloatRange(min=5), default=30, show_default=True, help="How long to publish.")
-@click.option("--rate", type=click.FloatRange(min=1), default=400, show_default=True, help="Messages per s and site.")
+@click.option("--seconds", type=FiniteRange(min=5), default=30, show_default=True, help="How long to publish.")
+@click.option("--rate", type=FiniteRange(min=1), default=400, show_default=True, help="Messages per s and site.")
 @click.option("--seed", type=int, help="The same seed publishes the same messages; default: random.")
 @click.option("--keep", is_flag=True, help="Keep the folder.")
 @json_option
@@ -230,7 +242,8 @@ def _nats_settings(config: str | None, server: tuple[str, ...]) -> NatsSettings:
     try:
         return NatsSettings(url=server) if server else NatsSettings()
     except ValueError as error:
-        raise UsageError(f"--server {' '.join(server)}: expected a URL such as nats://127.0.0.1:4222") from error
+        found = f"found {' '.join(server)!r:.80}"
+        raise UsageError(f"--server: expected a URL such as nats://127.0.0.1:4222, {found}") from error
 
 
 async def _until_terminated(running: Coroutine[Any, Any, T]) -> T:

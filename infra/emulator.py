@@ -9,6 +9,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
+from common.cli import check_stream_name
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, DataError, UsageError
 from common.logs import get_logger
@@ -16,7 +17,7 @@ from common.nats.api import StreamInfo, create_stream, stream_info
 from common.nats.client import FloeClient, connect, frame
 from common.service.process import stop_on_signals
 from common.settings.service import NatsSettings
-from common.settings.types import parse_listen
+from common.settings.types import format_duration, is_subject
 from common.tasks import Stop, wait_for
 from infra.acked import AckedPublisher, PublishCounts
 from infra.fleet import Fleet, Sizes, describe, read_facts
@@ -84,8 +85,9 @@ class PublishSchedule:
     duration: float | None = None
 
     def __post_init__(self) -> None:
-        if self.interval <= 0 or (self.rate is not None and self.rate < 0):
-            raise UsageError(f"interval {self.interval}, rate {self.rate}: expected more than 0 seconds, 0 or more")
+        for option, seconds in (("--interval", self.interval), ("--duration", self.duration)):
+            if seconds is not None and seconds <= 0:
+                raise UsageError(f"{option}: expected more than 0s, found {format_duration(seconds)}")
 
     def messages_per_second(self) -> float:
         """Return the messages per second of the fleet; infinity if there is no limit."""
@@ -107,7 +109,7 @@ class Emulator:
     """One fleet that publishes into one stream: node n through the client with the number n modulo their number.
 
     `subject` contains `{sender}` in the place of the node's name. `published`, `elapsed`: the outcomes so far, and the
-    seconds since the start; read while it runs. Raises UsageError for another subject.
+    seconds since the start; read while it runs.
     """
 
     def __init__(
@@ -119,7 +121,6 @@ class Emulator:
         *,
         subject: str = DEFAULT_SUBJECT,
     ) -> None:
-        subject_filter(subject)
         self.published, self.elapsed = PublishCounts(), 0.0
         self._clients, self._fleet, self._schedule, self._clock = clients, fleet, schedule, clock
         self._subject = subject
@@ -172,11 +173,12 @@ class Emulator:
 def subject_filter(subject: str) -> str:
     """Return the subject filter of a stream that stores the messages published under `subject`.
 
-    Raises UsageError if `subject` does not contain `{sender}` after a first token.
+    Raises UsageError if `subject` does not contain `{sender}` after a first token, or no message can have it.
     """
     before, sender, _ = subject.partition("{sender}")
-    if not sender or "." not in before.lstrip("."):
-        raise UsageError(f"subject {subject!r}: expected a first token, then {{sender}}")
+    if not sender or "." not in before or not is_subject(subject.replace("{sender}", "node")):
+        expected = f"expected a first token, then {{sender}}, such as {DEFAULT_SUBJECT}"
+        raise UsageError(f"--subject: {expected}, found {subject!r:.80}")
     return before.rpartition(".")[0] + ".>"
 
 
@@ -218,13 +220,16 @@ async def run_emulation(
     seed: int,
     connections: int = 1,
     subscriptions: int = 0,
-    listen: str = "",
+    listen: tuple[str, int] | None = None,
 ) -> dict[str, object]:
     """Publish until the schedule is over or a signal comes; return the result, with a sentence under `line`.
 
-    `create`: create the stream if it is missing. `listen`: address of a listener for `/metrics`; empty: none. Raises
-    DataError if the stream does not hold all messages sent, ConfigError if it does not exist.
+    `create`: create the stream if it is missing. `listen`: host and port of a listener for `/metrics`; None: none.
+    Raises UsageError for a stream or a subject that cannot be, DataError if the stream does not hold all messages sent,
+    ConfigError if it does not exist.
     """
+    check_stream_name("--stream", stream)
+    subject_filter(subject)
     clock, facts = SystemClock(), read_facts()
     fleet = Fleet(facts, seed=seed, nodes=schedule.nodes, interval=schedule.interval, sizes=sizes)
     nodes = Connections(fleet, connections, subscriptions)
@@ -254,8 +259,8 @@ async def run_emulation(
     }
 
 
-def serve_figures(emulator: Emulator, nodes: Connections, listen: str) -> None:
-    """Serve the figures in the form of Prometheus at the address `listen`, in a thread; empty: nothing.
+def serve_figures(emulator: Emulator, nodes: Connections, listen: tuple[str, int] | None) -> None:
+    """Serve the figures in the form of Prometheus at `listen`, host and port, in a thread; None: nothing.
 
     Raises UsageError for an address that cannot be used.
     """
@@ -268,11 +273,13 @@ def serve_figures(emulator: Emulator, nodes: Connections, listen: str) -> None:
     registry = CollectorRegistry()
     for name, (text, figure) in figures.items():
         Gauge(f"floe_emulator_{name}", text, registry=registry).set_function(figure)
+    host, port = listen or ("", 0)
     try:
-        if address := parse_listen(listen):
-            start_http_server(address[1], address[0], registry)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--listen {listen}: expected a free address such as 127.0.0.1:9470, found {error}") from None
+        if listen:
+            start_http_server(port, host, registry)
+    except OSError as error:
+        found = f"found {host} port {port}: {error.strerror}"
+        raise UsageError(f"--listen: expected a free address such as 127.0.0.1:9470, {found}") from None
 
 
 async def _log_progress(emulator: Emulator, stop: Stop) -> None:

@@ -142,7 +142,8 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_bytes <= self.max_bytes:
-            raise UsageError(f"sizes {self.min_bytes} to {self.max_bytes}: expected at least 1, the smaller first")
+            found = f"--min-size {self.min_bytes}, --max-size {self.max_bytes}"
+            raise UsageError(f"{found}: expected at least 1 byte, the smaller first")
 
     def pick(self, rng: random.Random) -> int:
         return self.min_bytes + int((self.max_bytes - self.min_bytes) * rng.betavariate(1.1, 4.0))

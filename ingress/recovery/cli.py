@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from common.audit import decide, decision_command
-from common.chain import FEED_PATTERN
+from common.chain import parse_chain_parts
 from common.cli import (
     CHAIN_TYPE,
     ChainSelector,
@@ -20,6 +20,7 @@ from common.cli import (
     SequenceType,
     chain_argument,
     check_range,
+    check_stream_name,
     config_command,
     dry_run_option,
     print_json,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 def _parse_site_or_chain(text: str) -> ChainSelector:
     """Parse a chain, or a site alone. Raises ValueError."""
-    return ChainSelector.parse(text) if "/" in text else ChainSelector(text, "")
+    return ChainSelector.parse(text) if "/" in text else ChainSelector(parse_chain_parts(text)[0], "")
 
 
 #: A chain, or a site with `--all`; the command gets `selector: ChainSelector`, without a feed for a site.
@@ -149,9 +150,7 @@ async def replay(
     from ingress.recovery.request import FLAG_OPTIONS, ReplayOptions, ReplayRequest
 
     flags = {name: args.pop(name) for name in FLAG_OPTIONS}
-    if not FEED_PATTERN.fullmatch(name := args["target"]):
-        form = "1 to 255 characters without space . * > / \\"
-        raise UsageError(f"--target: expected a stream name, {form}, found {name!r:.80}")
+    check_stream_name("--target", args["target"])
     request = ReplayRequest(**asdict(selector), **resolve_times(args))
     options = ReplayOptions(**flags, pace=pace_of(rate), pace_arguments=(f"--rate={rate}",) if rate else ())
     with open_recovery(config) as (settings, parts):
@@ -244,8 +243,7 @@ async def restore(
     skip_to, to_sequence = args["skip_to"], args["to_sequence"]
     _check_whole_feed(selector, "restored")
     check_all(selector, is_all, name, subjects, to_sequence, skip_to)
-    if name is not None and not FEED_PATTERN.fullmatch(name):
-        raise UsageError(f"--as: expected a stream name, 1 to 255 characters without space . * > / \\, found {name!r}")
+    check_stream_name("--as", name)
     own_subjects = tuple(each.strip() for each in subjects.split(",")) if subjects is not None else ()
     if wrong := [each for each in own_subjects if not is_filter(each)]:
         raise UsageError(f"--subjects: expected subjects separated by commas, found {wrong[0]!r:.80}")

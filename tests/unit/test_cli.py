@@ -17,6 +17,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from click.types import FloatParamType
 
 import common.cli as cli_module
 import floe
@@ -28,6 +29,7 @@ from common.service.progress import Progress, format_share
 from egress.workers.supervisor import worker_command
 from tests.support.basics import PATIENCE
 from tests.support.commands import Done, run_here
+from tests.support.reference import command_at, commands
 
 ROOT = Path(__file__).parents[2]
 HEAD = "site: us-east\nstore: {url: s3://floe}\n"
@@ -87,6 +89,13 @@ def test_a_wrong_call_ends_with_2_and_names_the_expected(words: str, message: st
     """Include an empty name: `"$SITE/$FEED"` gives it if the variable is not set."""
     ended = run_here(*shlex.split(words))
     assert (ended.code, ended.out, message in ended.err) == (2, "", True), ended.err
+
+
+def test_a_number_of_any_command_is_finite():
+    options = [(words, each) for words in commands() for each in command_at(*words).params]
+    for words, name in ((words, each.opts[0]) for words, each in options if isinstance(each.type, FloatParamType)):
+        for text in ("nan", "inf"):
+            assert f"Error: Invalid value for '{name}': " in run_here(*words, f"{name}={text}").err, words
 
 
 @click.command()

@@ -74,8 +74,9 @@ def test_each_node_publishes_once_in_an_interval_or_all_by_a_rate_until_a_count_
 
 BAD_VALUES = [
     (lambda: Sizes(0, 10), "the smaller first"),
-    (lambda: PublishSchedule(nodes=1, interval=0), "expected more than 0 seconds"),
-    *((lambda s=s: subject_filter(s), "a first token, then") for s in ("a", "{sender}", ".{sender}")),
+    (lambda: PublishSchedule(nodes=1, interval=0), "--interval: expected more than 0s, found 0s"),
+    (lambda: PublishSchedule(nodes=1, duration=0), "--duration: expected more than 0s, found 0s"),
+    *((lambda s=s: subject_filter(s), "a first token, then") for s in ("a", "{sender}", ".{sender}", "a. {sender}")),
 ]
 
 
@@ -87,8 +88,11 @@ def test_sizes_paces_and_subjects_that_cannot_be_are_refused(make: Callable[[], 
 
 
 WRONG_CALLS = [
-    ("--server nowhere", "--server nowhere: expected a URL"),
-    ("--min-size 2K --max-size 1K", "sizes 2048 to 1024"),
+    ("--server nowhere", "--server: expected a URL such as nats://127.0.0.1:4222, found 'nowhere'"),
+    ("--min-size 2K --max-size 1K", "--min-size 2048, --max-size 1024: expected"),
+    ("--stream a.b", "--stream: expected a stream name"),
+    ("--subject em..{sender}", "--subject: expected a first token, then {sender}"),
+    ("--listen bogus", "'--listen': expected an address such as 127.0.0.1:9464 or [::1]:9464, found 'bogus'"),
     ("--server nats://h:1 -c x.yaml", "--server and --config"),
     ("--connections 0", "0 is not in the range"),
 ]
@@ -110,7 +114,7 @@ async def test_nodes_share_connections_that_answer_each_request_with_the_names_o
         before = await open_stream(client, stream, f"{stream}.all.{{sender}}", create=True)
         schedule = PublishSchedule(7, rate=100, count=21)
         emulator = Emulator(nodes.clients, fleet, schedule, SystemClock(), subject=f"{stream}.all.{{sender}}")
-        serve_figures(emulator, nodes, "")
+        serve_figures(emulator, nodes, None)
         await emulator.run(Stop())
         await check_stored(client, before, emulator.published)
         assert (emulator.published.stored, len(nodes.clients)) == (21, 3)
@@ -121,5 +125,5 @@ async def test_nodes_share_connections_that_answer_each_request_with_the_names_o
         client.send(frame(f"{PING_SUBJECT}1".encode(), b"", None, inbox.encode()))
         await soon(lambda: nodes.pings == 3 and len(names) == 7)
         assert {*names} == {fleet.sender(node).encode() for node in range(7)}
-    with pytest.raises(UsageError, match="--listen here: expected a free address"):
-        serve_figures(emulator, nodes, "here")
+    with pytest.raises(UsageError, match="--listen: expected a free address such as"):
+        serve_figures(emulator, nodes, ("192.0.2.1", 9))
