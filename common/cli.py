@@ -72,7 +72,7 @@ Interval = functools.partial(ParsedType, "duration", float, _parse_interval)
 #: A size such as 64K or 1G, as int bytes.
 Size = functools.partial(ParsedType, "size", int, parse_size)
 
-MOMENT_FORM = "a time such as 2026-01-02T03:04:05Z (with its zone), -2h or 2h ago"
+MOMENT_FORM = "a time such as 2026-01-02T03:04:05Z (with its zone, from 1970 on), -2h or 2h ago"
 _AGO = re.compile(r"-?\s*(\S(?:.*\S)?)\s+ago|-?(\S+)", re.ASCII)
 
 
@@ -87,8 +87,8 @@ class RequestedTime:
     def parse(cls, text: str) -> RequestedTime:
         """Parse `text`. Raises ValueError."""
         with suppress(ValueError):
-            parse_time(text)
-            return cls(text)
+            if parse_time(text) >= 0:  # far earlier ones do not fit into 64 bits, as nanoseconds
+                return cls(text)
         if match := _AGO.fullmatch(text):
             with suppress(ValueError):
                 return cls(seconds_ago=parse_duration((match[1] or match[2]).replace(" ", "")))

@@ -169,9 +169,11 @@ async def replay(
 
 
 def resolve_times(args: dict[str, Any]) -> dict[str, Any]:
-    """Return `args` with its times in the form of a `ReplayRequest`."""
+    """Return `args` with its times in the form of a `ReplayRequest`. Raises UsageError for a beginning that is now."""
     for name, absolute in (("since", "from_time"), ("until", "to_time")):
         if (at := args.pop(name)) is not None:
+            if name == "since" and not (at.text or at.seconds_ago):
+                raise UsageError("--since: expected a time before now, found 0s")
             args |= {absolute: at.text} if at.text else {name: at.seconds_ago}
     return args
 

@@ -81,6 +81,8 @@ WRONG_CALLS = [
     ("checkpoint set --target T --sequence 3 us -c no", "expected SITE/FEED[/INCARNATION[/PARTITION]]"),
     ("status --watch=999ms -c no", "expected from 1s to 1d, found"),
     ("replay us/NODES --target a.b --dry-run -c no", "--target: expected a stream name"),
+    ("drill us/NODES --since 0s -c no", "--since: expected a time before now, found 0s"),
+    ("compare '' --all -c no", "site '': expected 1 to 63"),
 ]
 
 
@@ -366,7 +368,7 @@ def test_a_time_has_many_forms(text: str, moment: cli.RequestedTime):
 
 def test_what_is_no_time_is_refused():
     assert parse_time("0001-01-01T00:00:00Z") == -62_135_596_800 * 10**9, "as servers write that there is none"
-    odd = ("", "yesterday", "2h from now", "5", "2026-13-01T00:00:00Z", "ago", "--2h")
+    odd = ("", "yesterday", "2h from now", "5", "2026-13-01T00:00:00Z", "ago", "--2h", "1969-12-31T23:59:59Z")
     for text in (*odd, "2026-01-02", "2026-01-02 03:04", "2026-01-02T03:04:05"):  # without a zone
         with pytest.raises(ValueError, match="expected a time such as 2026-01-02T03:04:05Z"):
             cli.RequestedTime.parse(text)
