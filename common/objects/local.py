@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from heapq import nsmallest
 from io import BufferedIOBase
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.port import (
     COPY_CHUNK_BYTES,
+    MAX_OBJECT_KEY_BYTES,
     Body,
     ChecksumMismatch,
     ObjectInfo,
@@ -165,6 +166,12 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def _check_key(key: str) -> None:
+    check_key(key)
+    if key.partition("/")[0] == HIDDEN_FOLDER:
+        raise ConfigError(f"object key {key!r:.200}: expected one outside {HIDDEN_FOLDER}", code="E-KEY")
+
+
 _NOT_FOUND_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 # For an errno of the file system: the error to raise, its hint and its code.
 _ERRNO_ERRORS: Mapping[int, tuple[type[FloeError], str, str]] = {
@@ -213,7 +220,8 @@ class LocalObjects:
             return None
         with file, self._translate_errors("get", key):
             file.seek(first)
-            return file.read(-1 if length is None else length)
+            # A buffer of `length`, a megabyte for a document, would take longer than the read.
+            return file.read(-1 if length is None else min(length, os.fstat(file.fileno()).st_size))
 
     @measure_call("get")
     def download(self, key: str, path: Path) -> bool:
@@ -263,40 +271,38 @@ class LocalObjects:
     # Reading
 
     def _path(self, key: str) -> Path:
-        self._check_key(key)
+        _check_key(key)
         return self._root / key
 
-    @staticmethod
-    def _check_key(key: str) -> None:
-        check_key(key)
-        if key.partition("/")[0] == HIDDEN_FOLDER:
-            raise ConfigError(f"object key {key!r:.200}: expected one outside {HIDDEN_FOLDER}", code="E-KEY")
-
     def _infos(self, folder: str, stem: str, after: str, limit: int | None) -> Iterator[ObjectInfo]:
-        """Yield the objects after `after` in `folder` (empty, or ending in a slash), in key order.
+        """Yield the objects after `after` whose keys begin with `folder` (empty, or ending in a slash) and `stem`, in
+        key order.
 
         A folder is read when its turn comes, as a server does it. So an object that is put into a later folder and then
         deleted from an earlier one meanwhile is seen in one of them. With a `limit`, names beyond it are not kept.
         """
-        if after > folder and not after.startswith(folder):
-            return
-        inside, begin = after[len(folder) :] if after.startswith(folder) else "", ""
-        while True:
-            found = self._names(folder, stem, inside, begin)
-            names = sorted(found) if limit is None else nsmallest(limit, found)
-            for name in names:
-                key = folder + name
-                try:
-                    self._check_key(key.removesuffix("/"))
-                except ConfigError:  # not the key of an object
-                    continue
-                if key.endswith("/"):
-                    yield from self._infos(key, "", after, limit)
-                elif info := self._info(key):
+        left = [(folder, stem, "")]  # the next one at the end; of a folder, the names that are read already
+        while left:
+            key, stem, begin = left.pop()
+            if key and key[-1] != "/":
+                if info := self._info(key):
                     yield info
-            if limit is None or len(names) < limit:
-                return
-            begin = names[-1]
+            elif after <= key or after.startswith(key):
+                found = self._names(key, stem, after[len(key) :] if after > key else "", begin)
+                names = sorted(islice(found, limit))  # all of most folders
+                if len(names) == limit:
+                    names = nsmallest(limit, chain(names, found))
+                    left.append((key, stem, names[-1]))
+                left += [(key + name, "", "") for name in reversed(names) if self._is_key(key + name)]
+
+    def _is_key(self, key: str) -> bool:
+        """True if `key`, of a file or a folder with a slash at its end, may be that of an object or begin it."""
+        if key.isascii() and key.isprintable() and len(key) <= MAX_OBJECT_KEY_BYTES and key[0] != ".":
+            return True  # a name in a folder has no slash, and is neither empty nor dots
+        with suppress(ConfigError):
+            _check_key(key.removesuffix("/"))
+            return True
+        return False
 
     def _names(self, folder: str, stem: str, after: str, begin: str) -> Iterator[str]:
         """Yield the names in `folder` that begin with `stem`, in no order, without those up to `begin` or `after`. A
@@ -309,34 +315,33 @@ class LocalObjects:
             return
         with entries:
             for entry in entries:
-                if not entry.name.startswith(stem):
-                    continue
                 is_folder = entry.is_dir(follow_symlinks=False)
-                name = f"{entry.name}/" if is_folder else entry.name
+                name = entry.name + "/" if is_folder else entry.name
                 is_behind = name > after or (is_folder and after.startswith(name))
-                if name > begin and is_behind and (is_folder or entry.is_file(follow_symlinks=False)):
+                is_named = is_behind and name > begin and name.startswith(stem)
+                if is_named and (is_folder or entry.is_file(follow_symlinks=False)):
                     yield name
 
     def _info(self, key: str) -> ObjectInfo | None:
-        status = self._status(key)
-        return None if status is None else _info(key, status)
+        return None if (status := self._status(key)) is None else _info(key, status)
 
     def _status(self, key: str) -> os.stat_result | None:
         """Return the file's status; None if there is no file. Raises Refused for a link, a pipe or a device."""
-        with suppress(*_NOT_FOUND_ERRORS):
+        try:
             status = os.lstat(f"{self._folder}/{key}")
-            if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-                raise _not_regular_error(self._root / key, "a file")
-            return status if stat.S_ISREG(status.st_mode) else None
-        return None
+        except _NOT_FOUND_ERRORS:
+            return None
+        if not (is_file := stat.S_ISREG(status.st_mode)) and not stat.S_ISDIR(status.st_mode):
+            raise _not_regular_error(self._root / key, "a file")
+        return status if is_file else None
 
     def _open(self, verb: str, key: str) -> BufferedIOBase | None:
-        path = self._path(key)
+        _check_key(key)
         with self._translate_errors(verb, key), suppress(*_NOT_FOUND_ERRORS):
             self._check_root(key)
             if self._status(key) is not None:
                 # It was a regular file a moment ago: do not follow a link, and do not wait for a pipe.
-                return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+                return os.fdopen(os.open(f"{self._folder}/{key}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
         return None
 
     def _read_chunk(self, key: str, file: BufferedIOBase) -> bytes:
@@ -345,7 +350,7 @@ class LocalObjects:
 
     def _check_root(self, key: str = "") -> None:
         """Raise Unavailable if the store is gone, Refused if a folder above `key` is a link."""
-        if not self._root.is_dir():
+        if not os.path.isdir(self._folder):
             hint = "mount or create it, or correct store.url"
             raise Unavailable(f"store {self._root}: no such folder", hint=hint, code="E-STORE-ROOT")
         folder = self._folder

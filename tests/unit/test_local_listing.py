@@ -55,3 +55,16 @@ def test_what_is_deleted_while_it_is_listed_makes_no_page_shorter(tmp_path: Path
 
     monkeypatch.setattr(os, "lstat", deleting)
     assert [info.key for info in objects.list("p/", limit=2)] == ["p/b", "p/c"]
+
+
+def test_names_that_are_no_keys_are_left_out(tmp_path: Path) -> None:
+    for name in ("a", "p/b", "p/c\x07", "p\x07/d", "p/\udcff", ".floe-objects/e"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    listed = {n: LocalObjects(tmp_path).list("", limit=n) for n in (None, 1, 9)}
+    assert {n: [info.key for info in found] for n, found in listed.items()} == {
+        None: (keys := ["a", "p/b"]),
+        1: ["a"],
+        9: keys,
+    }
+    assert LocalObjects(tmp_path).list(".floe-objects/") == []
