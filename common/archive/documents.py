@@ -327,8 +327,7 @@ class StreamDocument(_Versioned, frozen=True, rename={"starts": "chains"}):
         return self.continues_from or {}
 
 
-@dataclass(frozen=True, slots=True)
-class Floor:
+class Floor(msgspec.Struct, frozen=True):
     """The floor of a chain: retention left the sequences from `first` on. `raised_at`: the time of its last rise, in
     seconds since 1970 by the store's clock; 0.0 if unknown.
     """
@@ -362,8 +361,7 @@ class _GapWire(_Versioned, frozen=True):
     from_hole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedGap:
+class AcceptedGap(msgspec.Struct, frozen=True):
     """An accepted gap: the sequences `range` are no longer required. `decided_by`: the person that decided, or
     `ingress`; `decided_at`: the time, RFC 3339 by the clock of that host; empty: not known; `note`: the reason, or
     empty. `from_hole`: segments cover the range, but lack some of the messages that were lost there.

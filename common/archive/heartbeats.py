@@ -14,7 +14,6 @@ is used only for display and measurement.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -44,9 +43,10 @@ class _Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     source_asked: float | None = None
     first: int | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in _Heartbeat.__struct_fields__}
-        return {name: value[:_MAX_REASON_CHARS] if isinstance(value, str) else value for name, value in fields.items()}
+    def as_tuple(self) -> tuple[Any, ...]:
+        """Return the fields in order; texts are cut."""
+        state, code, why = (text[:_MAX_REASON_CHARS] for text in (self.state, self.code, self.why))
+        return (state, self.since, code, why, self.end, self.source_last, self.source_asked, self.first)
 
 
 class _ChainWire(_Heartbeat, frozen=True, kw_only=True):
@@ -106,8 +106,7 @@ class ChainHeartbeat(_Heartbeat, frozen=True, kw_only=True):
         return max(0, self.source_last - known)
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatObject:
+class HeartbeatObject(msgspec.Struct, frozen=True):
     """The heartbeat object of one process. `owner`: the process that wrote it, at `time` by its own clock."""
 
     site: str
@@ -117,7 +116,7 @@ class HeartbeatObject:
 
     def to_json(self) -> bytes:
         wires = [
-            _ChainWire(**heartbeat.as_dict(), feed=chain.feed, partition=chain.partition, incarnation=chain.incarnation)
+            _ChainWire(*heartbeat.as_tuple(), feed=chain.feed, partition=chain.partition, incarnation=chain.incarnation)
             for heartbeat, chain in ((each, each.chain) for each in self.chains)
         ]
         return _CODEC.encode(_HeartbeatWire(self.site, self.owner, self.time, wires))
@@ -135,7 +134,7 @@ def _chain_heartbeat(site: str, wire: _ChainWire) -> ChainHeartbeat:
     for name, value in (("end", wire.end), ("source_last", wire.source_last), ("first", wire.first)):
         if value is not None and not 0 <= value <= MAX_SEQUENCE:
             raise ValueError(f"{name}: expected 0 to {MAX_SEQUENCE}, found {value}")
-    return ChainHeartbeat(**wire.as_dict(), chain=Chain(site, wire.feed, wire.incarnation, wire.partition))
+    return ChainHeartbeat(*wire.as_tuple(), chain=Chain(site, wire.feed, wire.incarnation, wire.partition))
 
 
 def process_name(host: str, instance: str = "", worker: int | None = None) -> str:
@@ -154,8 +153,7 @@ def drop_outdated(found: Iterable[tuple[str, ObjectInfo]]) -> list[ObjectInfo]:
     return [info for site, info in objects if info.modified >= newest[site] - HEARTBEAT_EXPIRY_S]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredHeartbeat:
+class StoredHeartbeat(msgspec.Struct, frozen=True):
     """The report of one object about one chain. `modified`: the heartbeat, by the store's clock; `age`: seconds since
     then; `time`: the time of writing, by the clock of the process.
     """

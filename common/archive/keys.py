@@ -77,8 +77,7 @@ class SegmentName(NamedTuple):  # a listing may create a million: see SegmentRef
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class StateName:
+class StateName(NamedTuple):
     """The parts of a snapshot's key. `position`: the first sequence that the snapshot does not include.
 
     `digest`: the first 16 hex digits of the SHA-256 of its bytes.
@@ -89,8 +88,7 @@ class StateName:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureName:
+class CaptureName(NamedTuple):
     """The parts of a capture's key. `chain`: partition 0 of the incarnation. `kind`: one of CAPTURES. `end`: the
     sequence up to which the archive covered at the time of the capture, 0: nothing.
 
@@ -112,6 +110,7 @@ def encode(part: str) -> str:
     )
 
 
+@functools.lru_cache(1 << 14)  # a listing of all heartbeats names each site once
 def decode(part: str) -> str | None:
     """Return the text that `encode` wrote as `part`; None for any other `part`."""
     try:

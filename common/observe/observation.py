@@ -189,9 +189,9 @@ class ViewFormat:
     def row(self, observed: Observation) -> dict[str, object]:
         """Return the object of the JSON."""
         row: dict[str, Any] = {"view": self.name}
-        functions = {**ROW_VALUES, **self.row_values}
         for key in self.keys:
-            value: Any = functions[key](observed) if key in functions else getattr(observed, key)
+            function = self.row_values.get(key) or ROW_VALUES.get(key)
+            value: Any = function(observed) if function else getattr(observed, key)
             row |= value if key == "chain" else {key: value}
         return row
 
