@@ -195,8 +195,10 @@ class TargetSettings(Section):
         """Return those of `feeds` that no entry names and that patterns match, each with the numbers of these entries:
         a feed with several is refused.
         """
-        named, patterns = self.feed_sources, self.patterns
-        found = {feed: [n for n, each in patterns.items() if each.matches(*feed)] for feed in {*feeds} - named.keys()}
+        if not (patterns := self.patterns):  # `feeds` may be all of a centre
+            return {}
+        others = {*feeds} - self.feed_sources.keys()
+        found = {feed: [n for n, each in patterns.items() if each.matches(*feed)] for feed in others}
         return {feed: numbers for feed, numbers in sorted(found.items()) if numbers}
 
     def listed_feeds(self, feeds: Collection[tuple[str, str]]) -> set[tuple[str, str]]:
