@@ -73,8 +73,8 @@ class S3Options:
 
     `checksum`: the kind that the server checks on a put. `attempts`: per request, the first included.
     `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store. Bodies above
-    `multipart_bytes` are uploaded in parts of `part_bytes`. `conditional_puts`: `no` sends no condition, `auto` none after
-    the first refusal: ConditionalPutRefused; with `yes` such a refusal is a configuration error.
+    `multipart_bytes` are uploaded in parts of `part_bytes`. `conditional_puts`: `no` sends no condition, `auto` none
+    after the first refusal: ConditionalPutRefused; with `yes` such a refusal is a configuration error.
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
