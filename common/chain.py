@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+
+from msgspec import Struct, structs
 
 SITE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 # The stream names that nats-server accepts, without characters that no key, header or log line may hold.
@@ -16,8 +17,7 @@ CHAIN_FORM = "SITE/FEED[/INCARNATION[/PARTITION]]"
 _NUMBER = re.compile(r"[0-9]{1,5}")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Chain:
+class Chain(Struct, frozen=True, order=True, cache_hash=True, gc=False):
     """One ordered history: a site, one of its feeds, an incarnation (0..9999) and a partition (0..65535).
 
     Raises ValueError if a part is outside its range.
@@ -48,10 +48,13 @@ class Chain:
         return cls(site, feed, incarnation or 0, partition or 0)
 
     def next_incarnation(self) -> Chain:
-        return replace(self, incarnation=self.incarnation + 1)
+        return structs.replace(self, incarnation=self.incarnation + 1)
 
     def with_incarnation(self, incarnation: int) -> Chain:
-        return self if incarnation == self.incarnation else replace(self, incarnation=incarnation)
+        return self if incarnation == self.incarnation else structs.replace(self, incarnation=incarnation)
+
+    def with_partition(self, partition: int) -> Chain:
+        return structs.replace(self, partition=partition)
 
     def log_context(self) -> dict[str, object]:
         return {"site": self.site, "feed": self.feed, "incarnation": self.incarnation, "partition": self.partition}

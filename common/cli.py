@@ -119,6 +119,8 @@ def print_json(value: object) -> None:
 
 
 def _json_value(value: object) -> Any:
+    if isinstance(value, Chain):
+        return value.log_context()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, bytes):

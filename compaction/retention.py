@@ -17,7 +17,7 @@ that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -323,7 +323,7 @@ class Retention:
         one that could not be listed.
         """
         found = list[CaptureRef]()
-        for first in sorted({replace(chain, partition=0) for chain in report.floors}):
+        for first in sorted({chain.with_partition(0) for chain in report.floors}):
             floor = min(floors.get(chain, 1) for chain in chains if chain.incarnation == first.incarnation)
             with noting(report.failures, f"captures of {first}", first):
                 for kind in CAPTURES:

@@ -552,9 +552,9 @@ class IdentityCheck:
         if older is None and (archive.end or not current.continued):
             return [(archive.refs(source.first), archive.end)]
         number = current.chain.incarnation - 1 if older is None else older
-        following = self._deps.chains.read_stream(replace(current.chain, incarnation=number + 1))
+        following = self._deps.chains.read_stream(current.chain.with_incarnation(number + 1))
         ends = (following and following.previous) or {}
-        chains = [replace(current.chain, incarnation=number, partition=partition) for partition in ends]
+        chains = [*map(current.chain.with_incarnation(number).with_partition, ends)]
         listed = partial(self._deps.store.list, position=source.first)
         return [(listed(each), ends[each.partition]) for each in chains] or [([], 0)]
 

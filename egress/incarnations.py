@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -119,7 +119,7 @@ class Incarnation:
     @property
     def siblings(self) -> tuple[Chain, ...]:
         numbers = [number for number in range(len(self.chains)) if number != self.chain.partition]
-        return tuple(replace(self.chain, partition=number) for number in numbers)
+        return tuple(map(self.chain.with_partition, numbers))
 
     @property
     def continued(self) -> tuple[Chain, ...]:
@@ -127,7 +127,7 @@ class Incarnation:
             return ()
         number = self.chain.incarnation - 1
         parts = sorted(self.stream.previous or {})
-        return tuple(replace(self.chain, incarnation=number, partition=partition) for partition in parts)
+        return tuple(map(self.chain.with_incarnation(number).with_partition, parts))
 
 
 class _MarkForm:
@@ -196,7 +196,7 @@ class Incarnations:
 
     def _load(self) -> Incarnation | None:
         number = newest_incarnation(self._chains, self._feed)
-        return None if number is None else self._read(replace(self._feed, incarnation=number))
+        return None if number is None else self._read(self._feed.with_incarnation(number))
 
     def _read(self, chain: Chain) -> Incarnation | None:
         """Return the incarnation; create its `chain.json` if a crash prevented that.
@@ -220,7 +220,7 @@ class Incarnations:
     def _layout_of_v1(self, chain: Chain, document: ChainDocument | None) -> tuple[ChainDocument, ...]:
         """Return the chains if `stream.json` does not name them: there was one partition then."""
         if document is None and chain.partition:
-            document = self._chains.read_chain(replace(chain, partition=0))
+            document = self._chains.read_chain(chain.with_partition(0))
         if document is None and chain.incarnation:
             document = ChainDocument(self._partition.filters, 1, 1)
         return () if document is None else (document,)
@@ -320,7 +320,7 @@ class Incarnations:
         """
         if await self._threads.run(self._has_document, chain):
             return
-        parts = [replace(chain, partition=number) for number in range(count)]
+        parts = [chain.with_partition(number) for number in range(count)]
         ends = [(partition, await self._marks.create(partition)) for partition in parts]
         put = [(partition, end) for partition, end in ends if end]
         if put and not await self._threads.run(self._has_document, chain):
@@ -421,7 +421,7 @@ def newest_incarnation(chains: ChainStore, feed: Chain) -> int | None:
     listed = chains.chains(feed.site, feed.feed)
     newest = max((chain.incarnation for chain in listed), default=-1)
     following = min(newest + 1, MAX_INCARNATION)
-    if chains.read_stream(replace(feed, incarnation=following)) is not None:
+    if chains.read_stream(feed.with_incarnation(following)) is not None:
         return following
     return None if newest < 0 else newest
 
@@ -449,7 +449,7 @@ def filters_text(filters: Sequence[str]) -> str:
 
 
 def older_incarnations(current: Chain) -> Sequence[Chain]:
-    return [replace(current, incarnation=number) for number in reversed(range(current.incarnation))]
+    return [current.with_incarnation(number) for number in reversed(range(current.incarnation))]
 
 
 class Closings:

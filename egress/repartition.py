@@ -12,7 +12,7 @@ the next run, or the next start of egress, completes the work.
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from common.archive.documents import ChainDocument, ChainStart, StreamDocument
@@ -85,7 +85,7 @@ class Repartition:
         deps, io = self._context.deps, self._context.pools.io
         if (number := await io.run(newest_incarnation, deps.chains, self._new[0].chain)) is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin with the configured partitions")
-        chain = replace(self._new[0].chain, incarnation=number)
+        chain = self._new[0].chain.with_incarnation(number)
         layout = await io.run(self._read_layout, chain)
         old = partitions_of(self._site, settings_of(layout, self._settings))
         reached = [await self._reached(each, number) for each in old]

@@ -67,7 +67,7 @@ class Case:
     @property
     def chain(self) -> Chain:
         if self.current is None:
-            return replace(self.partition.chain, incarnation=self.incarnation)
+            return self.partition.chain.with_incarnation(self.incarnation)
         return self.current.chain
 
     @property
@@ -138,7 +138,7 @@ async def load_case(context: CommandContext, partition: Partition) -> Case:
         newest = await deps.pools.io.run(newest_incarnation, deps.chains, partition.chain)
         number = newest or 0
         following = 0 if newest is None else min(newest + 1, MAX_INCARNATION)
-        chain = replace(partition.chain, incarnation=following)
+        chain = partition.chain.with_incarnation(following)
         if (lost := await _lost(incarnations, chain)) is not None:
             return Case(partition, error=lost, incarnation=following, mark=await _mark(deps, chain))
         current, info = await incarnations.load(), await stream_info(context.deps.client, partition.stream)

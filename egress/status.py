@@ -7,7 +7,7 @@ another host has the partition, the heartbeats in the store and the archive prov
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.archive.documents import ChainStore
@@ -175,7 +175,7 @@ async def site_view(settings: Settings) -> StatusView:
     found = []
     for each in partitions:
         of_chain, heartbeat = statuses.get(each.chain, {}), heartbeats.get(each.chain)
-        shown_chain = replace(each.chain, incarnation=of_chain.get("incarnation", 0))
+        shown_chain = each.chain.with_incarnation(of_chain.get("incarnation", 0))
         chain = _newest(each.chain, [shown_chain, *tails, *([heartbeat.heartbeat.chain] if heartbeat else [])])
         state = of_chain, heartbeat, answers, tails.get(chain), settings.ingress.silent_after
         found.append(observe_partition(each, chain, *state, is_store_read=not stored.failure))
@@ -198,7 +198,7 @@ def _matched_feeds(settings: Settings, names: Iterable[str]) -> list[FeedSetting
 
 def _newest(chain: Chain, known: Iterable[Chain]) -> Chain:
     """Return the newest incarnation of `chain` among those known."""
-    return max((each for each in known if replace(each, incarnation=0) == chain), default=chain)
+    return max((each for each in known if each.with_incarnation(0) == chain), default=chain)
 
 
 async def _query_nats(settings: Settings, partitions: Sequence[Partition], first: asyncio.Future[Any]) -> NatsState:

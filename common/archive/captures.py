@@ -21,7 +21,7 @@ import hashlib
 import string
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -240,7 +240,7 @@ _CODECS: dict[str, JsonCodec[Any]] = {kind: JsonCodec(of) for of, kind in CAPTUR
 
 def with_chain_name(chain: Chain, document: Captured) -> Captured:
     """Return the document with the name of its chain, partition 0."""
-    return msgspec.structs.replace(document, chain=str(replace(chain, partition=0)))
+    return msgspec.structs.replace(document, chain=str(chain.with_partition(0)))
 
 
 def outside_effects(
@@ -329,7 +329,7 @@ class CaptureStore:
         """
         body = to_json(document := with_chain_name(chain, document))
         kind, digest = CAPTURE_KINDS[type(document)], hashlib.sha256(body).hexdigest()[:DIGEST_LENGTH]
-        return self._document(CaptureName(replace(chain, partition=0), kind, document.end, digest)).add(document)
+        return self._document(CaptureName(chain.with_partition(0), kind, document.end, digest)).add(document)
 
     def config(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConfig | None:
         return self.newest(CapturedConfig, chain, end, moment_ns)
@@ -410,7 +410,7 @@ class CaptureStore:
             document: Captured = _CODECS[name.kind].decode(raw)
             if document.end != name.end:
                 raise ValueError(f"expected end {name.end} of its name, found {document.end}")
-            if document.chain not in ("", of := str(replace(name.chain, partition=0))):
+            if document.chain not in ("", of := str(name.chain.with_partition(0))):
                 raise ValueError(f"expected chain {of} of its name, found {document.chain:.80}")
             return document
 

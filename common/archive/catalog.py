@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from common.archive.documents import ChainStore, accept_command, chain_arguments
@@ -199,13 +198,13 @@ def chain_ends(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
     of = {chain: MAX_SEQUENCE for chain in known if chain.incarnation == number}
     while of:
         found |= of
-        document = chains.read_stream(replace(newest, incarnation=number, partition=0))
+        document = chains.read_stream(newest.with_incarnation(number).with_partition(0))
         former = number - 1 if document is None or document.continued is None else document.continued
         if document is None or not document.join_sequences or not 0 <= former < number:
             break
         own = {chain.partition: end for chain, end in of.items()}
         reach = {part: min(own.get(part, MAX_SEQUENCE), at - 1) for part, at in document.join_sequences.items()}
-        before = chains.read_stream(replace(newest, incarnation=former, partition=0))
+        before = chains.read_stream(newest.with_incarnation(former).with_partition(0))
         cuts = [[each.filters for each in found.chains] for found in (document, before) if found is not None]
         if len({*reach.values()}) > 1 and cuts[0] != cuts[-1]:
             break  # the end of one partition implies nothing about others with other subjects

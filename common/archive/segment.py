@@ -173,7 +173,7 @@ class Footer:
     def to_json(self) -> bytes:
         document = {
             "format_version": self.format_version,
-            **asdict(self.chain),
+            **self.chain.log_context(),
             "level": self.level,
             **asdict(self.coverage),
             "rows": self.rows,

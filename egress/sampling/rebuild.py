@@ -7,7 +7,7 @@ show when a value was seen and left out. So every value counts as just seen, and
 import heapq
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
@@ -119,12 +119,12 @@ def previous_chains(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
     """
     if chain.incarnation == 0:
         return {}
-    former = replace(chain, incarnation=chain.incarnation - 1)
+    former = chain.with_incarnation(chain.incarnation - 1)
     chains = ChainStore(store.objects, store.layout)
     now, then = chains.read_stream(chain), chains.read_stream(former)
     if now is None or then is None or not (now.continues or now.created == then.created):
         return {}
-    return {replace(former, partition=n): end for n, end in sorted((now.previous or {}).items())}
+    return {former.with_partition(n): end for n, end in sorted((now.previous or {}).items())}
 
 
 def _newest_time(footer: Footer) -> int | None:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -518,8 +518,8 @@ class ChainRegistry:
         """Return the chains of the incarnation before, with their ends; the first of them has not reached its end."""
         if (left := self._unended.get(_incarnation_of(chain))) is None:
             ends = sorted((self._previous[_incarnation_of(chain)] or {}).items())
-            before = replace(chain, incarnation=chain.incarnation - 1)
-            left = self._unended[_incarnation_of(chain)] = deque((replace(before, partition=n), end) for n, end in ends)
+            before = chain.with_incarnation(chain.incarnation - 1)
+            left = self._unended[_incarnation_of(chain)] = deque((before.with_partition(n), end) for n, end in ends)
         while left and (self._positions or {}).get(left[0][0], 1) > left[0][1]:
             left.popleft()  # only `reset` lowers a position
         return left

@@ -232,7 +232,7 @@ class ArchivedHistory:
         captured, configs = cast(CapturedConsumers | None, None), list[CapturedConfig]()
         deletions: CapturedDeletions | None = None
         for number in sorted({chain.incarnation for chain in known}, reverse=True):
-            of = replace(newest, incarnation=number, partition=0)
+            of = newest.with_incarnation(number).with_partition(0)
             captured = captured or (self._captures.consumers(of, end, moment_ns) if request.consumers else None)
             deletions = deletions or self._captures.deletions(of, end, moment_ns)
             configs = [*self._captures.configs(of, upto, moment_ns), *configs]
@@ -412,7 +412,7 @@ class ArchivedHistory:
             document = self._documents.read_stream(last)
             if document is None or document.config.get("name") != name or not times & {*self._creation_times(last)}:
                 continue
-            chains = [replace(last, partition=number) for number in range(last.partition + 1)]
+            chains = [*map(last.with_partition, range(last.partition + 1))]
             refs = [ref for chain in chains for ref in ChainArchive.listed(self._store, chain, end + 1).refs]
             known = [self._documents.read_tail(chain) or 0 for chain in chains]
             if (reached := max([*known, *(ref.coverage.last for ref in refs)])) > end:

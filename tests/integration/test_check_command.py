@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import yaml
 
 from common.archive.documents import ChainDocument, ChainStore, CompactionRun
 from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
+from common.chain import Chain
 from common.nats.client import FloeClient
 from common.observe.monitor import Health, Monitor
 from egress import metrics
@@ -130,7 +130,7 @@ async def test_the_archive_is_checked_in_the_bucket(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "store")
     config = configured(tmp_path, store={"url": f"file://{archive.folder}", "prefix": "data"})
     assert "no chain is archived" in await checked("archive", "-c", config, code=3)
-    never = replace(CHAIN, feed="NEVER")
+    never = Chain(CHAIN.site, "NEVER")
     stop = ChainHeartbeat("stopped", 0.0, "E-SOURCE-GONE", chain=never)
     archive.documents.write_heartbeat("host", HeartbeatObject(CHAIN.site, "host", 0.0, (stop,)))
     for words in ([], [f"{CHAIN.site}/NEVER"], [CHAIN.site]):
@@ -164,7 +164,7 @@ async def test_the_archive_is_checked_in_the_bucket(tmp_path: Path) -> None:
         (archive.folder / newest.key).write_bytes(damage)
         assert f"damaged: {newest.key}" in await checked("archive", "-c", config, code=2)
 
-    other = replace(CHAIN, site="spoiled")
+    other = Chain("spoiled", CHAIN.feed)
     archive.put(rows_of(1, 5), chain=other)
     archive.objects.put(archive.store.layout.stream_document(other.next_incarnation()), b'{"previous": {"x": 1}}')
     part = await checked("archive", "-c", config, code=2)

@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -510,7 +510,7 @@ async def frozen(bench: Bench, pens: Mapping[str, Pen], acts: Callable[[Kind], A
         async def work(name: str, pen: Pen) -> None:
             kind = KINDS[name]
             parts, number = (kind.cut if is_later or "partitions" in pen.feed else 1), kind.incarnation * is_later
-            chains = [replace(bench.chain(pen.stream, number), partition=part) for part in range(parts)]
+            chains = [bench.chain(pen.stream, number).with_partition(part) for part in range(parts)]
             await soon(lambda: archived(bench, chains, pen), every=0.2)
             if (act := acts(kind)) is not None:
                 await act(pen)

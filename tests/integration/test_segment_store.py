@@ -122,7 +122,7 @@ def test_a_put_is_listed_and_read_back_and_gone_once_deleted(objects: ObjectStor
 def test_a_walk_shows_every_segment_once_from_the_lowest_level(objects: ObjectStore, make: Make, size: int) -> None:
     store, prefix = make(objects), LAYOUT.segments_prefix(CHAIN, 0)
     refs = [put(store, first, first + 9, level) for level in (0, 1, 9) for first in (1, 11)]
-    put(store, 1, 10, chain=replace(CHAIN, partition=10))
+    put(store, 1, 10, chain=CHAIN.with_partition(10))
     for name in ("foreign", "00000000000000000015.tmp", "00000000000000000015-x.parquet", "00000000000000000016"):
         objects.put(f"{prefix}{name}", b"foreign")
     found = [[ref.key for ref in page] for page in store.walk(CHAIN, size)]

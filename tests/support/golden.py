@@ -6,7 +6,6 @@ made (`python -m tests.support.golden FOLDER`), for the author of an archive of 
 
 import shutil
 import sys
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -80,7 +79,7 @@ def make(folder: Path) -> None:
     for each in (CONFIG, CONSUMERS, DELETIONS):  # as they were written before they named their chain
         raw = captures.to_json(each)
         name = CaptureName(
-            replace(CHAIN, partition=0), captures.CAPTURE_KINDS[type(each)], each.end, sha256(raw).hexdigest()[:16]
+            CHAIN.with_partition(0), captures.CAPTURE_KINDS[type(each)], each.end, sha256(raw).hexdigest()[:16]
         )
         objects.put(LAYOUT.capture(name), raw)
     inputs = [

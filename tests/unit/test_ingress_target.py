@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -322,7 +321,7 @@ def reported(chain: Chain) -> StoredHeartbeat:
 @pytest.mark.parametrize(("per_chain", "count", "age"), [(True, 28, 0), ("moving", 4, None), (False, 4, 60)])
 def test_a_chain_has_at_most_five_series(per_chain: Any, count: int, age: float | None) -> None:
     lags, names = Gauges(per_chain), tuple(each.name for each in chain_metrics.describe())
-    states = [ChainState(replace(CHAIN, partition=n), None, 401, archived=400) for n in range(9)]
+    states = [ChainState(CHAIN.with_partition(n), None, 401, archived=400) for n in range(9)]
     for state in states:
         state.adopt_plan(LATE if state is states[8] else ChainPlan(Phase.IDLE))
     chains = Chains({state.chain: state for state in states})

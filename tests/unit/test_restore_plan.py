@@ -220,7 +220,7 @@ def test_max_age_cuts_only_where_no_message_may_outlive_it() -> None:
 
 
 def test_segments_that_end_before_the_archive_did_are_named() -> None:
-    here, there = CHAIN, replace(CHAIN, partition=1)
+    here, there = CHAIN, CHAIN.with_partition(1)
     assert list(planning.lost_end_lines({here: 400, there: 600}, {here: 400, there: 650})) == []
     assert "401..600 is missing" in next(planning.lost_end_lines({here: 600, there: 0}, {here: 400, there: 0}))
 
@@ -267,7 +267,7 @@ def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_ha
         (0, 101, 1, 51, None, ALL_GONE, None, None),
         (0, 1, 101, 51, None, ALL_GONE, None, None),
     ):
-        chain, deleted = replace(CHAIN, incarnation=incarnation), RetentionFilter({}, gone).count_deleted
+        chain, deleted = CHAIN.with_incarnation(incarnation), RetentionFilter({}, gone).count_deleted
         found = list(planning.late_begins(chain, first, floor, least, join, deleted))
         assert [(each.is_known, text in each.line) for each in found] == [(is_known, True)] * (text is not None)
 
@@ -289,7 +289,7 @@ def test_a_consumer_has_no_more_replicas_than_its_stream_allows() -> None:
 
 def plan_of(*parts: ReplayPart, **config: Any) -> RestorePlan:
     """Return the plan of a stream of 20 sequences with one part for each partition."""
-    ranges = [ChainRange(replace(CHAIN, partition=n), each.stretch.rows) for n, each in enumerate(parts)]
+    ranges = [ChainRange(CHAIN.with_partition(n), each.stretch.rows) for n, each in enumerate(parts)]
     chains = tuple(ReplayChain(of, (part,)) for of, part in zip(ranges, parts, strict=True))
     return RestorePlan(RestoreRequest("s", "f"), chains, CHAIN, 1, 20, 20, AT, {"name": "S", **config})
 

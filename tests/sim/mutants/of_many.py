@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 import ingress.delivery
 from common.archive.documents import KnownTail
 from common.chain import Chain
@@ -52,12 +54,12 @@ def site_left_out_of_a_position() -> None:
     def close(original: Any, state: Any, base: int | None = None) -> Any:
         closed = original(state, base)
         before, positions = state.checkpoint.positions, closed.checkpoint.positions
-        moved = {replace(chain, site="eu"): at for chain, at in positions.items() if before.get(chain) != at}
-        shared = {chain: moved.get(replace(chain, site="eu"), at) for chain, at in positions.items()}
+        moved = {structs.replace(chain, site="eu"): at for chain, at in positions.items() if before.get(chain) != at}
+        shared = {chain: moved.get(structs.replace(chain, site="eu"), at) for chain, at in positions.items()}
         return replace(closed, checkpoint=replace(closed.checkpoint, positions=shared))
 
 
 @mutant
 def feed_left_out_of_a_mark() -> None:
     """The partitions of two feeds with one number share their high-water mark."""
-    change(HighWaterMarks, "key", lambda key: staticmethod(lambda chain: key(replace(chain, feed="S0"))))
+    change(HighWaterMarks, "key", lambda key: staticmethod(lambda chain: key(structs.replace(chain, feed="S0"))))
