@@ -291,7 +291,6 @@ def test_a_run_leaves_its_metrics_for_a_textfile_collector(site: Site, tmp_path:
     assert list(path.parent.iterdir()) == [path], "nothing half written is left"
 
     (tmp_path / "store").rename(tmp_path / "away")
-    (tmp_path / "store").touch()
     site.compact("--metrics-textfile", str(path), code=75)
     second = samples(path)
     assert second["failures"] == 1

@@ -91,14 +91,6 @@ def test_a_run_fails_with_one_line_and_does_nothing(config: Path, monkeypatch: p
     assert ([line["action"] for line in log], rest) == (["process_started", "process_ended"], "")
 
 
-def test_a_report_has_no_other_engine_to_offer(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JAVA_HOME", str(java(tmp_path, "11.0.23")))
-    done = run_here("report", "latest", "--output", str(tmp_path / "report"), "-c", str(config))
-    error, _, _ = parsed(done.code, done.out, done.err)
-    assert error.endswith(f"; {INSTALL} && unset JAVA_HOME")
-    assert not (tmp_path / "report").exists()
-
-
 def test_a_java_that_dies_at_its_start_shows_why(config: Path, tmp_path: Path):
     dies = "echo 'Error occurred during initialization of VM: could not reserve enough space' >&2; exit 1"
     env = os.environ | {"JAVA_HOME": str(java(tmp_path, "17.0.15", dies))}

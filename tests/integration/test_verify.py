@@ -188,10 +188,6 @@ def test_gone_rows_segments_after_an_end_and_documents_are_differences(site: Sit
     assert kinds(site.verify())[0] == ("document", "None")
 
 
-async def test_a_master_needs_the_engine_spark(site: Site):
-    assert "expected --engine spark" in (await site.command("--master", "local[1]", code=2)).err
-
-
 def test_of_a_hole_that_is_accepted_in_part_the_rest_is_a_difference(site: Site):
     site.archive.put(51, 60)
     for accepted, rest in ((SequenceRange(41, 45), ["46..50"]), (SequenceRange(44, 50), [])):

@@ -18,7 +18,7 @@ MOST_FILES = 242
 # Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,745 with 40 of `bench`, 15 files.
 # infra has 3,500; tests have 44,500, tests/sim included.
 MOST_LINES = {
-    "common": 14_760,
+    "common": 14_762,
     "egress": 9_735,
     "ingress": 13_427,
     "compaction": 3_569,
