@@ -132,11 +132,11 @@ class VerifyTask:
 
 @dataclass(slots=True)
 class VerifyResult:
-    """Result of a task. `sound_places`: of sound segments in the task. `problems`: with single segments;
+    """Result of a task. `sound`: the segments without a problem of their own. `problems`: with single segments;
     `cross_problems`: with several.
     """
 
-    sound_places: list[int] = field(default_factory=list)
+    sound: list[SegmentRef] = field(default_factory=list)
     rows: int = 0
     contained: int = 0
     accepted: list[SequenceRange] = field(default_factory=list)
@@ -192,7 +192,7 @@ def verify_chains(
     for verification, table in in_parallel(begin, selected, 1 if deep else CONCURRENT_REQUESTS):
         on_listed(verification.chain, len(table))
         for task in verification.tasks(table, window):
-            verification.add_result(task, _TaskCheck(store, task, on_segment).run())
+            verification.add_result(_TaskCheck(store, task, on_segment).run())
         reports.append(verification.finish())
     return reports
 
@@ -297,10 +297,10 @@ class _Verification:
                 text += f", nor in {self._other_partitions} other partitions" if self._other_partitions else ""
                 self._report.problems.append(VerifyProblem("document", text, hint, finding_override="missing"))
 
-    def add_result(self, task: VerifyTask, result: VerifyResult) -> None:
+    def add_result(self, result: VerifyResult) -> None:
         """Add the result of a task; the tasks of one chain in their order."""
         report = self._report
-        self._add([task.segments[place] for place in result.sound_places])
+        self._add(result.sound)
         report.rows += result.rows
         report.contained += result.contained
         report.problems += result.problems
@@ -371,7 +371,7 @@ class _TaskCheck:
 
     def run(self) -> VerifyResult:
         footers = self._footers()
-        segments = [self._task.segments[place] for place in self._result.sound_places]
+        segments = self._result.sound
         self._check_unread(segments, footers)
         self._check_levels(segments, footers)
         if self._task.deep:
@@ -385,10 +385,10 @@ class _TaskCheck:
         # Whole segments are read one after the other: each may need much memory.
         with ThreadPoolExecutor(1 if deep else CONCURRENT_REQUESTS) as pool:
             found = pool.map(partial(check_segment, self._store, deep=deep), segments)
-            for place, (segment, footer) in enumerate(zip(segments, found, strict=True)):
+            for segment, footer in zip(segments, found, strict=True):
                 if isinstance(footer, Footer):
                     footers[segment.key] = footer
-                    self._result.sound_places.append(place)
+                    self._result.sound.append(segment)
                     self._result.rows += footer.rows
                     if self._on_segment is not None:
                         self._on_segment(segment, footer)
