@@ -264,6 +264,8 @@ def serve_figures(emulator: Emulator, nodes: Connections, listen: tuple[str, int
 
     Raises UsageError for an address that cannot be used.
     """
+    if listen is None:
+        return
     figures = {
         "connections_up": ("Connections that are up.", lambda: sum(client.is_up for client in nodes.clients)),
         "sent": ("Messages published.", lambda: emulator.published.sent),
@@ -273,10 +275,9 @@ def serve_figures(emulator: Emulator, nodes: Connections, listen: tuple[str, int
     registry = CollectorRegistry()
     for name, (text, figure) in figures.items():
         Gauge(f"floe_emulator_{name}", text, registry=registry).set_function(figure)
-    host, port = listen or ("", 0)
+    host, port = listen
     try:
-        if listen:
-            start_http_server(port, host, registry)
+        start_http_server(port, host, registry)
     except OSError as error:
         found = f"found {host} port {port}: {error.strerror}"
         raise UsageError(f"--listen: expected a free address such as 127.0.0.1:9470, {found}") from None
