@@ -130,6 +130,7 @@ async def test_many_small_feeds_share_one_budget(bench: Bench) -> None:
 # Stalls
 
 IMPATIENT = replace(QUICK, intervals=replace(QUICK.intervals, check=0.2, stalled=0.8))
+LONG_LEASE = "60s"  # a lease that is lost on a busy machine would replace the consumer of the test
 
 
 def metric(name: str, feed: str, **labels: str) -> float:
@@ -148,7 +149,7 @@ async def pause(bench: Bench, stream: str) -> str:
 @pytest.mark.real
 async def test_a_consumer_that_delivers_nothing_is_remade(bench: Bench) -> None:
     stream = await bench.filled([b"a"] * 10)
-    async with bench.egress({"stream": stream}, tuning=IMPATIENT) as running:
+    async with bench.egress({"stream": stream}, tuning=IMPATIENT, lease_ttl=LONG_LEASE) as running:
         await bench.archived_to(stream, 10)
         await pause(bench, stream)
         await bench.publish(stream, [b"b"] * 10)
@@ -165,7 +166,8 @@ async def test_a_consumer_that_delivers_nothing_is_remade(bench: Bench) -> None:
 async def test_a_stream_in_which_nothing_happens_does_not_stall(bench: Bench) -> None:
     """Neither an idle stream, nor one that gets only messages that the feed does not take."""
     stream = await bench.filled([b"a"] * 3)
-    async with bench.egress({"stream": stream, "filter_subject": f"{stream}.a"}, tuning=IMPATIENT):
+    feed = {"stream": stream, "filter_subject": f"{stream}.a"}
+    async with bench.egress(feed, tuning=IMPATIENT, lease_ttl=LONG_LEASE):
         await bench.archived_to(stream, 3)
         await pause(bench, stream)  # so that no heartbeat reports that the consumer has passed them
         await bench.publish(stream, [b"x"] * 5, subject="other")
@@ -179,7 +181,7 @@ async def test_a_store_that_takes_nothing_is_logged_with_the_time_until_messages
     """The reader stays the same."""
     stream = await bench.make_stream(unique("AGE"), max_age=3600 * 10**9)
     store = FaultyStore(bench.objects)
-    async with bench.egress({"stream": stream}, tuning=IMPATIENT, objects=store):
+    async with bench.egress({"stream": stream}, tuning=IMPATIENT, objects=store, lease_ttl=LONG_LEASE):
         await bench.publish(stream, [b"a"] * 10)
         await bench.archived_to(stream, 10)
         await soon(lambda: metric("expiry_seconds", stream) == math.inf)

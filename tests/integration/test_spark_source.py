@@ -159,10 +159,17 @@ class Sink:
         return writer.trigger(**trigger).start(str(self.folder))
 
     def run(self, **options: object) -> StreamingQuery:
-        """Run a query over everything that is there now."""
-        query = self.start({"availableNow": True}, **options)
-        query.awaitTermination()
-        return query
+        """Run a query over everything that is there now. Spark gives its Python process ten seconds to start, whatever
+        else runs on the machine.
+        """
+        while True:
+            query = self.start({"availableNow": True}, **options)
+            try:
+                query.awaitTermination()
+                return query
+            except StreamingQueryException as error:
+                if "Python worker failed to connect back" not in str(error):
+                    raise
 
     def found(self) -> list[tuple[str, int]]:
         if not (self.folder / "_spark_metadata").exists():

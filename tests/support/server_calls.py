@@ -161,6 +161,14 @@ class Caller:
 
         await self.gathered(step, ask)
 
+    async def counted(self, name: str, pending: int) -> None:
+        """Wait until the consumer counts so many messages: a server counts one after it acknowledged it."""
+        for _ in range(100):
+            answer = await self.api("", f"CONSUMER.INFO.{STREAM}.{name}")
+            if answer.get("num_pending") == pending:
+                break
+            await asyncio.sleep(0.02)
+
     async def direct(self, step: str, name: str, request: Any = None) -> None:
         """Note a message that is read past the API's JSON."""
         payload = b"" if request is None else json.dumps(request).encode()

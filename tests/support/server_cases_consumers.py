@@ -66,9 +66,11 @@ async def new_behind_a_start(c: Caller) -> None:
     await c.consumer("new", "N", {"deliver_policy": "new"})
     await c.consumer("beyond", "B", {"deliver_policy": "by_start_sequence", "opt_start_seq": 5})
     await c.fill(2)
-    await c.pull("new", "N", 2)  # not `no_wait`: the consumer learns of a message after its ack
+    await c.counted("N", 2)
+    await c.pull("new", "N", 2)
     await c.pull("beyond, not yet", "B", {"batch": 5, "no_wait": True})
     await c.fill(2)
+    await c.counted("B", 2)
     await c.pull("beyond", "B", 2)
     await c.consumer_state("beyond", "B")
 
@@ -89,6 +91,7 @@ async def pulls(c: Caller) -> None:
     await c.pull("heartbeat too long", "C", {"batch": 1, "expires": ns(0.2), "idle_heartbeat": ns(0.2)})
     await c.pull("heartbeat without an end", "C", {"batch": 1, "idle_heartbeat": ns(0.1)}, wait=0.15)
     await c.fill(5, payload=b"x" * 100)
+    await c.counted("C", 5)
     await c.pull("a batch", "C", 2)
     await c.pull("more than there is", "C", LESS_THERE)
     await c.consumer_state("all delivered", "C")
@@ -333,10 +336,12 @@ async def interest(c: Caller) -> None:
     await c.state("what is wanted", {"deleted_details": True})
     await c.consumer("a second", "D", {"filter_subject": "calls.a"})
     await c.publish("of both")
+    await c.counted("C", 3)
     found = await c.pull("of the first", "C", 3)
     for each in found:
         await c.acknowledge(each)
     await c.state("of the second")
+    await c.counted("D", 3)
     for each in await c.pull("of the second", "D", 3):
         await c.acknowledge(each)
     await c.state("all left")
@@ -353,6 +358,7 @@ async def interest_of_the_product(c: Caller) -> None:
     start = {"deliver_policy": "by_start_sequence", "ack_policy": "all", "max_ack_pending": -1}
     await c.consumer("made", "C", {**start, "opt_start_seq": 1})
     await c.fill(5)
+    await c.counted("C", 5)
     await c.acknowledge((await c.pull("pulled", "C", 4))[2])
     await c.state("three left")
     await c.consumer("its successor", "D", {**start, "opt_start_seq": 4})
