@@ -29,6 +29,13 @@ def _same_hashes() -> None:
         )
 
 
+def _stay_on_one_core() -> None:
+    """Stay on one core. The threads of a world take turns: that costs a tenth less if no other core has to wake up."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+
+
 def main() -> int:
     """Return 0 if every seed is well (with a mutant: if one finds it; with `all`: if every mutant is found)."""
     _same_hashes()
@@ -43,6 +50,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="N,…", help="of all faults these only, by number; or none")
     parser.add_argument("--messages", type=int, default=MESSAGES, help="how many are published, about")
     parser.add_argument("--chains", type=int, default=0, help="of the target; default: those of one stream")
+    parser.add_argument("--one-core", action="store_true", help="leave the other cores to others")
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
@@ -52,6 +60,8 @@ def main() -> int:
 
     cut = Cut.of(args.without, args.only, args.messages, args.chains)
     doors.install()
+    if args.one_core:
+        _stay_on_one_core()
     gc.freeze()  # loaded modules stay, so the collector need not scan them behind each seed
     if not args.log:
         logging.disable(logging.CRITICAL)

@@ -18,7 +18,7 @@ MANY = {1: 18, 3: 29}
 def worlds(*arguments: str, code: int = 0) -> str:
     """Run the command with `arguments` and return its output. Fails with its last lines at any other exit `code`."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.sim", *arguments],
+        [sys.executable, "-m", "tests.sim", "--one-core", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": "0"},
         capture_output=True,
