@@ -23,8 +23,18 @@ from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.recall import Recall
-from ingress.checkpoint import Checkpoint, Intent, StateConflict, TargetState, close_intent, open_intent, share_intent
-from ingress.checkpoint_store import StateChanged, StateStore, StoredState
+from ingress.checkpoint import (
+    Checkpoint,
+    Intent,
+    StateChanged,
+    StateConflict,
+    StateStore,
+    StoredState,
+    TargetState,
+    close_intent,
+    open_intent,
+    share_intent,
+)
 from ingress.publishers.publisher import Outcome, Publisher, UnknownOutcome
 from ingress.rows.rows import Rows
 from ingress.verdict.settle import TargetReconciler

@@ -13,7 +13,7 @@ from common.nats.kv import state_key
 from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.ingress import IngressSettings
-from ingress.checkpoint_store import STATE_ROLE
+from ingress.checkpoint import STATE_ROLE
 from ingress.discovery.discovery import Discovery
 from ingress.errors import STOPPED_RECHECK_S
 from ingress.redelivery import REQUEST_CHECK_INTERVAL_S

@@ -21,7 +21,7 @@ from common.tasks import Stop, StopReason, any_set, cancel, first_of, raise_fata
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import PauseStore
 from ingress.chains.prefetch import Prefetcher
-from ingress.checkpoint_store import STATE_ROLE, StateStore
+from ingress.checkpoint import STATE_ROLE, StateStore
 from ingress.delivery import Delivery, ServerLimits
 from ingress.deps import IngressDeps, lease_key
 from ingress.errors import is_fatal_for_target, is_transient, most_important_error

@@ -21,7 +21,7 @@ from common.hints import resume_command
 from common.nats.buckets import open_ingress_state
 from common.nats.kv import KeyValue, KvDocument, state_key
 from common.settings.root import Settings
-from ingress.checkpoint_store import STATE_ROLE, StateStore
+from ingress.checkpoint import STATE_ROLE, StateStore
 from ingress.errors import check_targets
 
 PAUSES_VERSION = 1

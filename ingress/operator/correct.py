@@ -20,8 +20,7 @@ from common.service.progress import Progress, format_share
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
 from common.settings.types import format_count
-from ingress.checkpoint import ParkedNames, TargetState
-from ingress.checkpoint_store import STATE_ROLE, StateStore, from_json
+from ingress.checkpoint import STATE_ROLE, ParkedNames, StateStore, TargetState, from_json
 from ingress.operator import corrections
 from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions, TargetScan
 from ingress.parked import ParkedStore

@@ -44,8 +44,7 @@ from ingress.chains.patterns import plan_sources
 from ingress.chains.pauses import PauseStore
 from ingress.chains.plan import Phase
 from ingress.chains.search import OpenedPlan, plan_from_contents
-from ingress.checkpoint import Gap, TargetState
-from ingress.checkpoint_store import STATE_ROLE, StateStore
+from ingress.checkpoint import STATE_ROLE, Gap, StateStore, TargetState
 from ingress.errors import check_targets
 from ingress.preflight import control_headers
 from ingress.publishers.choose import choose_publisher, objections

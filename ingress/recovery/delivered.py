@@ -28,8 +28,7 @@ from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
 from ingress.chains.starts import StartResolver
-from ingress.checkpoint import Checkpoint, TargetState
-from ingress.checkpoint_store import STATE_ROLE, StateStore
+from ingress.checkpoint import STATE_ROLE, Checkpoint, StateStore, TargetState
 from ingress.parked import ParkedStore
 from ingress.recovery.living import Batches, LivingComparison, Missing, Pieces, Tally, inside
 from ingress.recovery.read_back import MAX_EXAMPLES, fingerprint, normalize

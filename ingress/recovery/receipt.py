@@ -15,8 +15,7 @@ from common.errors import FloeError, Stopped
 from common.exits import choices
 from common.nats.kv import KeyValue, state_key
 from common.sequences import SequenceRange
-from ingress.checkpoint import TargetState
-from ingress.checkpoint_store import StateCodec, from_json
+from ingress.checkpoint import StateCodec, TargetState, from_json
 from ingress.recovery.ranges import ChainRange
 from ingress.recovery.request import ReplayHints, ReplayRequest
 
@@ -117,7 +116,7 @@ def other_replay_error(hints: ReplayHints, receipt: Receipt) -> Stopped:
 
 
 class ReceiptCodec:
-    """The stored form of the state of a target with `receipt` around it, for `ingress.checkpoint_store.StateStore`."""
+    """The stored form of the state of a target with `receipt` around it, for `ingress.checkpoint.StateStore`."""
 
     def __init__(self, receipt: Receipt) -> None:
         self.receipt, self._states = receipt, StateCodec(receipt.request.target)

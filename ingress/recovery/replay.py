@@ -26,9 +26,8 @@ from common.settings.root import Settings
 from common.settings.service import ServiceSettings
 from common.settings.types import format_count
 from common.tasks import Stop, any_set, cancel, raise_fatal, run_with, spawn, wait_for
-from ingress.checkpoint import Checkpoint, TargetState
-from ingress.checkpoint_store import STATE_ROLE as INGRESS
-from ingress.checkpoint_store import StateStore
+from ingress.checkpoint import STATE_ROLE as INGRESS
+from ingress.checkpoint import Checkpoint, StateStore, TargetState
 from ingress.delivery import Delivery, ServerLimits
 from ingress.errors import is_transient, most_important_error
 from ingress.preflight import limits_from

@@ -14,7 +14,7 @@ from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
 from common.nats.requests import ApiError
 from common.settings.types import format_size
-from ingress.checkpoint_store import STATE_ROLE as INGRESS
+from ingress.checkpoint import STATE_ROLE as INGRESS
 from ingress.preflight import add_command, refuse_problems
 from ingress.recovery.ranges import ReplayPlan
 from ingress.recovery.request import ReplayHints, ReplayRequest

@@ -11,8 +11,7 @@ from common.clock import Backoff, Clock, doubling_delays
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.logs import get_logger
 from common.nats.api import RESTORING_CODE
-from ingress.checkpoint import Intent, IntentPiece
-from ingress.checkpoint_store import StateChanged, StateStore, StoredState
+from ingress.checkpoint import Intent, IntentPiece, StateChanged, StateStore, StoredState
 from ingress.rows.rows import Rows
 from ingress.verdict.verdict import (
     Doubt,

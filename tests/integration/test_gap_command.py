@@ -12,8 +12,7 @@ from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from ingress.checkpoint import Checkpoint, TargetState
-from ingress.checkpoint_store import StateStore
+from ingress.checkpoint import Checkpoint, StateStore, TargetState
 from ingress.operator.holes import find_blocking_hole, read_cover
 from tests.support.basics import soon
 from tests.support.commands import Done, floe, invoke, run_here

@@ -11,7 +11,7 @@ from common.nats.client import FloeClient, frame
 from common.nats.headers import Provenance, build_block
 from common.observe.monitor import Health
 from common.sequences import SequenceRange
-from ingress import checkpoint_store as state_module
+from ingress import checkpoint as state_module
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.operator.correct import run_scan
 from ingress.operator.corrections import ScannedChain, TargetScan

@@ -22,8 +22,7 @@ from common.nats.kv import KeyValue, state_key
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from infra.oracle import archived_messages
-from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
-from ingress.checkpoint_store import StateStore
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, StateStore, TargetState
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench, connected
 from tests.support.headers import escape

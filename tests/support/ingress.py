@@ -30,8 +30,7 @@ from common.sequences import SequenceRange
 from common.settings.loader import load
 from common.settings.root import Settings
 from common.tasks import Stop
-from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
-from ingress.checkpoint_store import StateStore
+from ingress.checkpoint import Checkpoint, IntentPiece, StateStore, TargetState, open_intent
 from ingress.deps import IngressTuning
 from ingress.service import Controller
 from ingress.verdict.verdict import NoOrigin, Origin, TargetReading

@@ -22,7 +22,7 @@ from common.settings.ingress import TargetSettings
 from compaction.run import late_rows_remedies
 from egress import identity, partition
 from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness
-from ingress import checkpoint_store, errors
+from ingress import checkpoint, errors
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import with_command
 from ingress.chains.recall import Recall
@@ -102,7 +102,7 @@ def of_targets() -> Iterator[str]:
         for reading in (None, TargetReading(7, "t0", NoOrigin.GONE)):
             yield choices.no_checkpoint(reading).hint
     yield prepare.oversize_remedies("A TARGET")
-    yield hint_of(lambda: checkpoint_store.from_json("A TARGET", b"[]"))
+    yield hint_of(lambda: checkpoint.from_json("A TARGET", b"[]"))
     yield hint_of(lambda: choose_publisher("A TARGET", "fast", {"fast": "the stream says allow_batched false"}))
 
 

@@ -6,8 +6,16 @@ import pytest
 
 from common.chain import Chain
 from common.nats.headers import Provenance, build_block
-from ingress.checkpoint import Checkpoint, IntentPiece, ParkedNames, TargetState, close_intent, open_intent
-from ingress.checkpoint_store import from_json, to_json
+from ingress.checkpoint import (
+    Checkpoint,
+    IntentPiece,
+    ParkedNames,
+    TargetState,
+    close_intent,
+    from_json,
+    open_intent,
+    to_json,
+)
 from ingress.operator import corrections
 from ingress.operator.corrections import CorrectionRefused, ParkedMarks, TargetScan, accept, forget, move, rebuild
 from ingress.parked import ParkedEntry, ParkedName

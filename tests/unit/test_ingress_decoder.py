@@ -18,8 +18,7 @@ from common.service.process import ThreadPool
 from common.settings.ingress import TargetSettings
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.recall import Recall
-from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
-from ingress.checkpoint_store import from_json, to_json
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState, from_json, to_json
 from ingress.parked import ParkedStore
 from ingress.rows.decoder import MAX_OPEN_SEGMENTS, Decoder, OpenSegments, RelayFlags
 from ingress.rows.prepare import SubjectFilters, TargetLimits

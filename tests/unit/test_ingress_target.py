@@ -23,8 +23,7 @@ from common.settings.ingress import IngressSettings, TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import ChainPlan, Phase
-from ingress.checkpoint import Checkpoint, Intent, StateConflict, TargetState, open_intent
-from ingress.checkpoint_store import StateChanged, StoredState
+from ingress.checkpoint import Checkpoint, Intent, StateChanged, StateConflict, StoredState, TargetState, open_intent
 from ingress.delivery import Delivery
 from ingress.deps import IngressTuning
 from ingress.errors import is_fatal_for_target, is_transient, most_important_error

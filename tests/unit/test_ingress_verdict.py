@@ -14,8 +14,17 @@ from common.chain import Chain
 from common.errors import FloeError, OtherWriter, Stopped
 from common.sequences import SequenceRange
 from ingress import checkpoint
-from ingress.checkpoint import Checkpoint, Intent, LastMessage, StateConflict, TargetState, open_intent
-from ingress.checkpoint_store import StoredState, from_json, to_json
+from ingress.checkpoint import (
+    Checkpoint,
+    Intent,
+    LastMessage,
+    StateConflict,
+    StoredState,
+    TargetState,
+    from_json,
+    open_intent,
+    to_json,
+)
 from ingress.verdict import verdict as judging
 from ingress.verdict.settle import SharedTargetReconciler, TargetReconciler
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, NoOrigin, Origin, Sent, TargetReading, judge

@@ -15,8 +15,7 @@ from common.nats import lease as leasing
 from common.nats.kv import KvDocument, KvEntry
 from common.observe.monitor import Health
 from common.tasks import cancel
-from ingress.checkpoint import Checkpoint, TargetState
-from ingress.checkpoint_store import StateStore, StoredState
+from ingress.checkpoint import Checkpoint, StateStore, StoredState, TargetState
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN
 

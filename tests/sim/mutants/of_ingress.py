@@ -14,8 +14,7 @@ from common.nats.headers import Provenance
 from common.nats.kv import KvDocument
 from common.nats.requests import WRONG_LAST_SEQUENCE_CODES, PendingRequests
 from common.sequences import cover
-from ingress.checkpoint import Intent
-from ingress.checkpoint_store import StateStore, StoredState
+from ingress.checkpoint import Intent, StateStore, StoredState
 from ingress.delivery import Delivery
 from ingress.publishers.fast import FastPublisher
 from ingress.publishers.publisher import Replies
