@@ -68,7 +68,7 @@ from egress.deps import Pools
 from infra.emulator import DEFAULT_SUBJECT
 from infra.fleet import Fleet, read_facts
 from infra.local.nats import NatsServer
-from ingress.chains.search import plan_from_listings
+from ingress.chains.plan import plan_from_listings
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest
 from tests.support.stores import CountingObjects

@@ -18,8 +18,7 @@ from common.sequences import SequenceRange, Stretch
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import errors
 from ingress.chains.patterns import PatternSources
-from ingress.chains.plan import ChainPlan, Phase
-from ingress.chains.search import SearchState
+from ingress.chains.plan import ChainPlan, Phase, SearchState
 from ingress.rows.decoder import IncompleteFill
 from ingress.rows.prepare import Preparer, TargetLimits, rule_of
 

@@ -1,5 +1,6 @@
 """Search in the archive for a chain: its beginning, the stretches that continue at its position, its holes."""
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -13,26 +14,77 @@ from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
-from common.errors import FloeError, Stopped
+from common.errors import FloeError, OutcomeUnknown, Refused, Stopped, Unavailable
 from common.exits import choices
 from common.hints import position_command
 from common.logs import get_logger
+from common.objects.port import ObjectStore, read_store_clock
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings
 from ingress import errors, metrics
 from ingress.chains.chain_state import STREAM_JSON_MISSING, ChainRegistry, ChainState
-from ingress.chains.plan import ChainPlan, GapDecision, Phase, decide_hole, first_position, plan_chain
-from ingress.chains.search import SEARCH_PAGE, StoreClock, has_new_segments, plan_from_listings, search_whole_chain
+from ingress.chains.plan import (
+    SEARCH_PAGE,
+    ChainPlan,
+    GapDecision,
+    Phase,
+    decide_hole,
+    first_position,
+    has_new_segments,
+    plan_chain,
+    plan_from_listings,
+    search_whole_chain,
+)
 from ingress.chains.starts import StartResolver
 from ingress.errors import MAX_SHOWN_ITEMS, STOPPED_RECHECK_S, is_transient
 from ingress.rows.decoder import RelayFlags
 
 log = get_logger(__name__)
 
-
 AUTHOR = "ingress"
 GAPS_PER_CHECK = 10  # skipped gaps of a chain that one check covers; the next check takes others
+STORE_CLOCK_INTERVAL_S = 60.0  # seconds between two requests; in between, the host's monotonic clock is added
+
+
+class StoreClock:
+    """The store's clock, as one target reads it with the object `key`. Blocking; safe to call from several threads."""
+
+    def __init__(self, objects: ObjectStore, key: str, clock: Clock) -> None:
+        self.objects, self._key, self._clock = objects, key, clock
+        self._known: tuple[float, float] | None = None  # time of the store, time of the host
+        self._refused, self._lock = False, threading.Lock()
+
+    def now(self, at_least: float) -> float:
+        """Return seconds since 1970 UTC by the store's clock.
+
+        `at_least`: the time of an existing object. It is the result if ingress may not write: holes then only wait
+        longer. Otherwise raises as the store does.
+        """
+        known = self._now()
+        return at_least if known is None else max(at_least, known)
+
+    def now_or_host(self) -> float:
+        """Return the time as `now`, for records only: by the host's clock if ingress may not write."""
+        known = self._now()
+        return self._clock.now() if known is None else known
+
+    def _now(self) -> float | None:
+        """Return the store's time; None if ingress may not write."""
+        # Locked: two threads at once would put the object twice, and neither would know which time it got.
+        with self._lock:
+            host = self._clock.monotonic()
+            if self._known is None or host - self._known[1] >= STORE_CLOCK_INTERVAL_S:
+                try:
+                    self._known = read_store_clock(self.objects, self._key), host
+                except Refused as error:
+                    if not self._refused:
+                        self._refused = True
+                        log.warning("store clock refused", action="store_clock_refused", error=str(error))
+                    return None
+                except OutcomeUnknown as error:
+                    raise Unavailable(error.message, code=error.code) from error
+            return self._known[0] + host - self._known[1]
 
 
 class GapSkipper:

@@ -1,6 +1,9 @@
 """Decoding ahead: the chains of a target take fair turns, each for a stretch of a segment, within a byte budget."""
 
+import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Generic, TypeVar
 
 from common.archive.documents import ChainStore
 from common.archive.segment import SegmentRef
@@ -20,7 +23,7 @@ from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState, Turn
 from ingress.chains.locate import SegmentLocator
 from ingress.chains.pauses import Pauses, PauseStore
-from ingress.chains.plan import Phase, TurnQueue
+from ingress.chains.plan import Phase
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, IntentPiece
 from ingress.errors import CHAIN_ERRORS, STOPPED_RECHECK_S
@@ -37,6 +40,39 @@ DECISIONS_INTERVAL_S = 2.0  # seconds between two reads of the operators' decisi
 
 class _StaleError(Exception):
     """A chain's state that was replaced while its rows were read: the rows are discarded."""
+
+
+Item = TypeVar("Item")
+
+
+class TurnQueue(Generic[Item]):
+    """Queue of turns, fair by site and then in order. `max_per_site`: turns of one site at a time; fewer than there
+    are, so that a site that begins to wait finds one.
+    """
+
+    def __init__(self, max_per_site: int) -> None:
+        self._max_per_site, self._changed = max_per_site, asyncio.Event()
+        self.waiting: dict[str, list[Item]] = {}  # first the site that has waited longest for a turn
+        self._active = Counter[str]()
+
+    def put(self, site: str, waiting: Item) -> None:
+        self.waiting.setdefault(site, []).append(waiting)
+        self._changed.set()
+
+    async def begin_turn(self) -> tuple[str, Item]:
+        """Wait for the next turn and begin it; `end_turn` ends it."""
+        while (site := next((site for site in self.waiting if self._active[site] < self._max_per_site), None)) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        self._active[site] += 1
+        first, *rest = self.waiting.pop(site)
+        if rest:
+            self.waiting[site] = rest
+        return site, first
+
+    def end_turn(self, site: str) -> None:
+        self._active[site] -= 1
+        self._changed.set()
 
 
 class Prefetcher:

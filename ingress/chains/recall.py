@@ -17,7 +17,7 @@ from common.logs import get_logger
 from common.sequences import SequenceRange, Stretch
 from common.service.process import ThreadPool
 from ingress.chains.chain_state import ChainRegistry
-from ingress.chains.search import stretches_for
+from ingress.chains.plan import stretches_for
 from ingress.checkpoint import Gap, Intent, IntentPiece
 from ingress.parked import ParkedName, ParkedStore, to_bytes
 from ingress.rows.decoder import DecodeOptions, Decoder, RelayFlags

@@ -16,8 +16,7 @@ from common.chain import Chain
 from common.clock import format_unix
 from common.errors import DataError, UsageError
 from common.sequences import SequenceRange, Stretch, cover, holes
-from ingress.chains.plan import Phase, first_position
-from ingress.chains.search import plan_from_contents
+from ingress.chains.plan import Phase, first_position, plan_from_contents
 from ingress.errors import hole_hint
 
 

@@ -42,8 +42,7 @@ from common.settings.types import StyledCell, duration_words
 from common.subjects import name_matches
 from ingress.chains.patterns import plan_sources
 from ingress.chains.pauses import PauseStore
-from ingress.chains.plan import Phase
-from ingress.chains.search import OpenedPlan, plan_from_contents
+from ingress.chains.plan import OpenedPlan, Phase, plan_from_contents
 from ingress.checkpoint import STATE_ROLE, Gap, StateStore, TargetState
 from ingress.errors import check_targets
 from ingress.preflight import control_headers

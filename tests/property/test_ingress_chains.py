@@ -26,9 +26,8 @@ from common.settings.ingress import TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import Pause, Pauses
-from ingress.chains.plan import GapDecision
+from ingress.chains.plan import GapDecision, plan_from_listings
 from ingress.chains.prefetch import Prefetcher
-from ingress.chains.search import plan_from_listings
 from ingress.checkpoint import Gap, IntentPiece, advance_positions
 from ingress.rows.prepare import SubjectFilters, TargetLimits
 from ingress.rows.rows import Block, ReadyBlocks
@@ -339,7 +338,7 @@ async def live(seed: int, skip: bool) -> None:
 async def test_every_row_once_in_order_and_no_hole_without_a_decision(
     skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.search.FULL_SEARCH_PAGE", 3)
+    monkeypatch.setattr("ingress.chains.plan.FULL_SEARCH_PAGE", 3)
     rng = seeded()
     for _ in range(25):
         seed = rng.randrange(1 << 32)

@@ -35,7 +35,7 @@ import egress.archive
 import egress.context
 import egress.decisions_cli
 import egress.deps
-import ingress.chains.search
+import ingress.chains.locate
 import ingress.recovery.history
 import ingress.rows.decoder
 from common.settings.root import Settings
@@ -44,7 +44,7 @@ from tests.sim.strands import LoopCall, SimExecutor, SimLock
 from tests.sim.world import NS, Process, World
 
 POOLS = (common.service.process, compaction.run, compaction.merge, egress.deps, ingress.recovery.history)
-LOCKS = (egress.archive, common.archive.writer, ingress.rows.decoder, ingress.chains.search)
+LOCKS = (egress.archive, common.archive.writer, ingress.rows.decoder, ingress.chains.locate)
 
 
 class _Current:

@@ -15,9 +15,21 @@ from common.errors import OutcomeUnknown, Refused, Unavailable
 from common.objects.port import ObjectInfo
 from common.sequences import SequenceRange
 from common.settings.ingress import SourceSettings
-from ingress.chains import search as search_module
-from ingress.chains.plan import ChainPlan, Phase, TurnQueue, decide_hole, first_position, plan_chain
-from ingress.chains.search import SEARCH_PAGE, SearchState, plan_from_listings, search_whole_chain, stretches_for
+from ingress.chains import plan as planning
+from ingress.chains.locate import StoreClock
+from ingress.chains.plan import (
+    SEARCH_PAGE,
+    ChainPlan,
+    Phase,
+    SearchState,
+    decide_hole,
+    first_position,
+    plan_chain,
+    plan_from_listings,
+    search_whole_chain,
+    stretches_for,
+)
+from ingress.chains.prefetch import TurnQueue
 from tests.support.clock import ManualClock
 from tests.support.ingress import CHAIN
 
@@ -149,8 +161,8 @@ class Objects:
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, 0, self.time, "e")
 
-    def asked(self, clock: ManualClock | None = None) -> search_module.StoreClock:
-        return search_module.StoreClock(self, "k", clock or ManualClock())  # type: ignore[arg-type]
+    def asked(self, clock: ManualClock | None = None) -> StoreClock:
+        return StoreClock(self, "k", clock or ManualClock())  # type: ignore[arg-type]
 
 
 def test_the_stores_clock_is_asked_once_a_minute_and_never_the_hosts() -> None:
@@ -269,7 +281,7 @@ def test_levels_above_are_listed_only_if_level_0_does_not_continue_and_until_one
     assert (above.segment.level, above.rows, objects.entries) == (2, SequenceRange(42, 500), SEARCH_PAGE + 500)
     objects.keys = sorted([*objects.keys, *[key(n, n, 8) for n in range(1, 502)]])  # too many for one listing
     assert plan_from_listings(store, CHAIN, 42, None, NONE).stretches[0] == above
-    assert objects.entries == 2 * SEARCH_PAGE + 500 + search_module.MAX_ABOVE + 1
+    assert objects.entries == 2 * SEARCH_PAGE + 500 + planning.MAX_ABOVE + 1
 
 
 def test_a_pass_reads_one_page_of_each_level_however_much_there_is() -> None:
@@ -278,7 +290,7 @@ def test_a_pass_reads_one_page_of_each_level_however_much_there_is() -> None:
     plan = plan_from_listings(store, CHAIN, 10, None, NONE, search=(search := SearchState()))
 
     assert (plan.phase, plan.hole) == (Phase.LATE, SequenceRange(10, 10))
-    assert objects.entries <= 3 * SEARCH_PAGE + search_module.MAX_ABOVE
+    assert objects.entries <= 3 * SEARCH_PAGE + planning.MAX_ABOVE
     assert search.frontier
 
 
@@ -304,7 +316,7 @@ def test_what_is_covered_needs_one_page_whatever_follows() -> None:
     store, objects = store_of(*small(1, 5_000))
 
     assert [each.rows.first for each in stretches_for(store, CHAIN, WANTED, NONE)] == list(range(5, 51))
-    assert objects.entries == search_module.COVER_FIRST_PAGE
+    assert objects.entries == planning.COVER_FIRST_PAGE
 
 
 def test_a_damaged_segment_is_replaced_by_a_level_above() -> None:
@@ -313,7 +325,7 @@ def test_a_damaged_segment_is_replaced_by_a_level_above() -> None:
     found = stretches_for(store, CHAIN, WANTED, {key(7, 7)})
 
     assert (found[-1].segment.level, found[-1].rows.last) == (2, 50)
-    assert objects.entries <= 2 * search_module.COVER_FIRST_PAGE + 1
+    assert objects.entries <= 2 * planning.COVER_FIRST_PAGE + 1
 
 
 def test_a_segment_that_ends_pages_behind_the_range_is_found() -> None:
@@ -322,7 +334,7 @@ def test_a_segment_that_ends_pages_behind_the_range_is_found() -> None:
     found = stretches_for(store, CHAIN, WANTED, NONE)
 
     assert [(each.rows.first, each.rows.last) for each in found] == [(5, 5), (6, 50)]
-    assert objects.entries <= search_module.COVER_FIRST_PAGE + 3 * search_module.COVER_NEXT_PAGE
+    assert objects.entries <= planning.COVER_FIRST_PAGE + 3 * planning.COVER_NEXT_PAGE
 
 
 def test_a_hole_in_the_range_leaves_nothing() -> None:
