@@ -12,8 +12,8 @@ from common.logs import get_logger
 from common.service.process import ThreadPool
 from common.tasks import Stop
 from ingress import metrics
-from ingress.chains.pauses import PauseStore
 from ingress.chains.prefetch import Prefetcher
+from ingress.chains.sources import PauseStore
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.parked import ParkedEntry, ParkedName, ParkedState, ParkedStore, count_waiting
 from ingress.rows.prepare import RowRefused

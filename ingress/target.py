@@ -19,8 +19,8 @@ from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.types import size_words
 from common.tasks import Stop, StopReason, any_set, cancel, first_of, raise_fatal, record_unexpected, run_with, spawn
 from ingress.chains.chain_state import ChainRegistry
-from ingress.chains.pauses import PauseStore
 from ingress.chains.prefetch import Prefetcher
+from ingress.chains.sources import PauseStore
 from ingress.checkpoint import STATE_ROLE, StateStore
 from ingress.delivery import Delivery, ServerLimits
 from ingress.deps import IngressDeps, lease_key

@@ -17,8 +17,8 @@ from common.logs import get_logger
 from common.sequences import SequenceRange, Stretch
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import errors
-from ingress.chains.patterns import PatternSources
 from ingress.chains.plan import ChainPlan, Phase, SearchState
+from ingress.chains.sources import PatternSources
 from ingress.rows.decoder import IncompleteFill
 from ingress.rows.prepare import Preparer, TargetLimits, rule_of
 

@@ -36,7 +36,7 @@ from ingress.chains.plan import (
     plan_from_listings,
     search_whole_chain,
 )
-from ingress.chains.starts import StartResolver
+from ingress.chains.sources import StartResolver
 from ingress.errors import MAX_SHOWN_ITEMS, STOPPED_RECHECK_S, is_transient
 from ingress.rows.decoder import RelayFlags
 

@@ -22,9 +22,9 @@ from common.tasks import PendingError, Stop, run_all
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState, Turn
 from ingress.chains.locate import SegmentLocator
-from ingress.chains.pauses import Pauses, PauseStore
 from ingress.chains.plan import Phase
 from ingress.chains.recall import Recall
+from ingress.chains.sources import Pauses, PauseStore
 from ingress.checkpoint import Gap, IntentPiece
 from ingress.errors import CHAIN_ERRORS, STOPPED_RECHECK_S
 from ingress.parked import ParkedStore

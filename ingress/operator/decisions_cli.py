@@ -21,7 +21,7 @@ from common.settings.types import format_count
 if TYPE_CHECKING:
     from common.chain import Chain
     from common.settings.root import Settings
-    from ingress.chains.pauses import Pauses, PauseStore
+    from ingress.chains.sources import Pauses, PauseStore
     from ingress.operator.status import States
 
     Step = Callable[[Pauses, Chain], Pauses]
@@ -180,7 +180,7 @@ async def chain_pause(config: str, target: str, selector: cli.ChainSelector, as_
     \b
     Example: floe chain pause -c central.yaml --target FLEET us-east/NODES --note "bad data"
     """
-    from ingress.chains.pauses import Pause
+    from ingress.chains.sources import Pause
 
     settings = load_settings(config, quiet=True)
     pause = Pause(_now(), operator_name(), given_note(settings))
@@ -232,7 +232,7 @@ async def chain_ls(config: str, as_json: bool) -> None:
     \b
     Example: floe chain ls -c central.yaml --json
     """
-    from ingress.chains.pauses import pause_stores
+    from ingress.chains.sources import pause_stores
 
     rows = []
     async with pause_stores(load_settings(config, quiet=True)) as stores:
@@ -243,7 +243,7 @@ async def chain_ls(config: str, as_json: bool) -> None:
 
 @asynccontextmanager
 async def _store(settings: Settings, target: str) -> AsyncIterator[PauseStore]:
-    from ingress.chains.pauses import pause_stores
+    from ingress.chains.sources import pause_stores
     from ingress.operator.correct import find_target
 
     async with pause_stores(settings) as stores:

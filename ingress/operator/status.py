@@ -40,9 +40,8 @@ from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings
 from common.settings.types import StyledCell, duration_words
 from common.subjects import name_matches
-from ingress.chains.patterns import plan_sources
-from ingress.chains.pauses import PauseStore
 from ingress.chains.plan import OpenedPlan, Phase, plan_from_contents
+from ingress.chains.sources import PauseStore, plan_sources
 from ingress.checkpoint import STATE_ROLE, Gap, StateStore, TargetState
 from ingress.errors import check_targets
 from ingress.preflight import control_headers

@@ -27,7 +27,7 @@ from common.nats.kv import Bucket, state_key
 from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
-from ingress.chains.starts import StartResolver
+from ingress.chains.sources import StartResolver
 from ingress.checkpoint import STATE_ROLE, Checkpoint, StateStore, TargetState
 from ingress.parked import ParkedStore
 from ingress.recovery.living import Batches, LivingComparison, Missing, Pieces, Tally, inside

@@ -22,7 +22,7 @@ from common.sequences import SequenceRange
 from common.settings.service import StartSettings
 from ingress import metrics
 from ingress.chains.plan import plan_from_listings
-from ingress.chains.starts import StartResolver
+from ingress.chains.sources import StartResolver
 from tests.integration.test_chain_turns import Centre
 from tests.support.basics import PATIENCE, counted, soon
 from tests.support.clock import ManualClock

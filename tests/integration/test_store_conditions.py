@@ -13,7 +13,7 @@ from common.archive.documents import ChainDocument, ChainStore
 from common.nats.buckets import BucketClaims
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue
-from ingress.chains.starts import FeedStart
+from ingress.chains.sources import FeedStart
 from tests.support import proxies
 from tests.support.basics import PATIENCE, SharedS3
 from tests.support.egress import Bench

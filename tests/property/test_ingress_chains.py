@@ -25,9 +25,9 @@ from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry
-from ingress.chains.pauses import Pause, Pauses
 from ingress.chains.plan import GapDecision, plan_from_listings
 from ingress.chains.prefetch import Prefetcher
+from ingress.chains.sources import Pause, Pauses
 from ingress.checkpoint import Gap, IntentPiece, advance_positions
 from ingress.rows.prepare import SubjectFilters, TargetLimits
 from ingress.rows.rows import Block, ReadyBlocks

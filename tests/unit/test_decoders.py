@@ -23,7 +23,7 @@ from common.archive.documents import AcceptedGap
 from common.sequences import SequenceRange
 from egress.incarnations import CLOSING, Closing, EndDecision, End, NextStream
 from egress.identity import ACCEPTANCE, Acceptance
-from ingress.chains.starts import FeedStart
+from ingress.chains.sources import FeedStart
 
 def begin(start, works):
     start.wait()

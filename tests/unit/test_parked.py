@@ -22,7 +22,7 @@ from common.objects.port import ObjectInfo
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.tasks import Stop
-from ingress.chains.pauses import Pause, Pauses
+from ingress.chains.sources import Pause, Pauses
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedNames, StateStore, TargetState, to_json
 from ingress.parked import ParkedKeys, ParkedName, ParkedState, ParkedStore, count_waiting, from_bytes, to_bytes
 from ingress.redelivery import FULL_LISTING_INTERVAL_S, ParkedSource, Retries

@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
 from ingress.chains.chain_state import ChainRegistry
-from ingress.chains.patterns import plan_sources
+from ingress.chains.sources import plan_sources
 from ingress.rows.prepare import SubjectFilters, TargetLimits, patterns_of
 
 EDGE = {"site": "edge-*", "feed": "*", "subject_prefix": "fleet.{site}"}
