@@ -27,7 +27,7 @@ from ingress.deps import IngressDeps, lease_key
 from ingress.errors import is_fatal_for_target, is_transient, most_important_error
 from ingress.parked import ParkedStore
 from ingress.preflight import add_command, config_problems, control_headers, ensure_target, limits_from, stream_config
-from ingress.publishers.choose import PUBLISHERS, choose_publisher, objections
+from ingress.publishers.batches import PUBLISHERS, choose_publisher, objections
 from ingress.publishers.publisher import Replies
 from ingress.redelivery import ParkedSource, Retries
 from ingress.report import PositionsWriter, TargetReport

@@ -45,7 +45,7 @@ from ingress.chains.sources import PauseStore, plan_sources
 from ingress.checkpoint import STATE_ROLE, Gap, StateStore, TargetState
 from ingress.errors import check_targets
 from ingress.preflight import control_headers
-from ingress.publishers.choose import choose_publisher, objections
+from ingress.publishers.batches import choose_publisher, objections
 from ingress.verdict.verdict import Finding, TargetErrors, judge, judge_shared, read_target
 
 log = get_logger(__name__)

@@ -1,4 +1,4 @@
-/* Fast-ingest messages for the wire, as `FastBatch.compose` of `fast.py` makes them; built by `make native`.
+/* Fast-ingest messages for the wire, as `FastBatch.compose` of `batches.py` makes them; built by `make native`.
  *
  * `compose` takes rows of one prepared batch and returns their bytes. It returns None for rows that are not ordinary (a
  * number below 0, an object of another type, payloads that do not lie in their buffer): the Python code makes these.

@@ -31,7 +31,7 @@ from ingress.checkpoint import Checkpoint, StateStore, TargetState
 from ingress.delivery import Delivery, ServerLimits
 from ingress.errors import is_transient, most_important_error
 from ingress.preflight import limits_from
-from ingress.publishers.choose import PUBLISHERS, choose_publisher, objections
+from ingress.publishers.batches import PUBLISHERS, choose_publisher, objections
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.recovery import target
 from ingress.recovery.pace import Interrupted, PacedPublisher

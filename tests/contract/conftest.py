@@ -3,7 +3,7 @@
 import pytest
 
 from common.nats.client import FloeClient
-from ingress.publishers.choose import PUBLISHERS
+from ingress.publishers.batches import PUBLISHERS
 from tests.support.publishers import new_stream
 
 

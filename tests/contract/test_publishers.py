@@ -8,8 +8,15 @@ import pytest
 
 from common.nats.client import FloeClient, frame
 from infra.local.nats import NatsServer, nats_server_binary
-from ingress.publishers.choose import PUBLISHERS, choose_publisher, objections
-from ingress.publishers.fast import MAX_FLOW_MESSAGES, MAX_OPEN_ACKS, WINDOW_BYTES, ack_interval_for
+from ingress.publishers.batches import (
+    MAX_FLOW_MESSAGES,
+    MAX_OPEN_ACKS,
+    PUBLISHERS,
+    WINDOW_BYTES,
+    ack_interval_for,
+    choose_publisher,
+    objections,
+)
 from ingress.publishers.publisher import Expected, Outcome, UnknownOutcome, judge_ack
 from ingress.rows.prepare import PUBLISHER_LINES_BYTES
 from tests.support.basics import PATIENCE, soon, unique

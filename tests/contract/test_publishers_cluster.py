@@ -10,7 +10,7 @@ from common.errors import FloeError
 from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from infra.local.nats import NatsCluster, NatsServer
-from ingress.publishers.choose import PUBLISHERS
+from ingress.publishers.batches import PUBLISHERS
 from tests.support.basics import PATIENCE, soon
 from tests.support.ingress import client_of
 from tests.support.publishers import carry, check, last_of, new_stream, publisher, quiet, rows_for

@@ -14,7 +14,7 @@ from common.archive.keys import SegmentName
 from common.chain import Chain
 from common.sequences import SequenceRange
 from ingress.checkpoint import Intent, IntentPiece
-from ingress.publishers import fast
+from ingress.publishers import batches
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.unit.test_frames import compiled
 
@@ -86,7 +86,7 @@ def batch_of(rows: list[tuple[Any, ...]], skipped: int, *, has_tails: bool) -> P
 @pytest.fixture(scope="module")
 def in_c() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "_compose", compiled("compose"))
+        patch.setattr(batches, "_compose", compiled("compose"))
         yield
 
 
@@ -100,12 +100,12 @@ def test_compiled_messages_of_a_fast_batch_are_those_of_python(
     rows = Rows([Block(piece, batch) for piece, batch in zip(pieces, made, strict=True)])
     start = data.draw(st.integers(0, rows.count - 1))
     answers: Any = SimpleNamespace(batch=b"_INBOX.a.b.")
-    batch = fast.FastBatch(rows, base, start, 7, answers, answers)
+    batch = batches.FastBatch(rows, base, start, 7, answers, answers)
     begin = data.draw(st.integers(0, batch.count - 1))
     end = data.draw(st.integers(begin, batch.count))
     compiled = batch.compose(begin, end)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "_compose", None)
+        patch.setattr(batches, "_compose", None)
         assert compiled == batch.compose(begin, end)
 
 
@@ -123,6 +123,6 @@ def test_rows_that_are_not_ordinary_are_left_to_python(changed: dict[str, Any]) 
     given: dict[str, Any] = {"subjects": [b"a", b"b"], "sequences": [1, 2], "times": [3, 4], "tails": None}
     given |= {"ends": [0, 2, 4], "data": b"wxyz", "offset": 0, "origin": b"O: ", "end": b"\r\n\r\n", "reply": b"r."}
     given |= {"row": 0, "stop": 2, "operation": 1, "number": 1, "last": 9, "after": 5}
-    wire = lambda found: fast._compose.compose(*(found | {"ends": array("i", found["ends"])}).values())  # noqa: E731
+    wire = lambda found: batches._compose.compose(*(found | {"ends": array("i", found["ends"])}).values())  # noqa: E731
     assert wire(given).startswith(b"HPUB a r.1.1.$FI 52 54\r\nNATS/1.0\r\nNats-Expected-Last-Sequence: 5\r\nO: 1 3")
     assert wire(given | changed) is None

@@ -12,7 +12,7 @@ from common.nats.api import StreamInfo, create_stream, stream_info
 from common.nats.client import FloeClient
 from common.sequences import SequenceRange
 from ingress.checkpoint import IntentPiece
-from ingress.publishers.choose import PUBLISHERS
+from ingress.publishers.batches import PUBLISHERS
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.rows.prepare import Preparer, SubjectFilters, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, Rows

@@ -26,7 +26,7 @@ from ingress import checkpoint, errors
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import with_command
 from ingress.chains.recall import Recall
-from ingress.publishers.choose import choose_publisher
+from ingress.publishers.batches import choose_publisher
 from ingress.recovery import receipt, survey, target
 from ingress.recovery.history import repeat_command
 from ingress.recovery.plan import RestoreRequest

@@ -8,7 +8,7 @@ import pytest
 from common.errors import ConfigError
 from common.settings.ingress import IngressSettings, TargetSettings
 from ingress.preflight import add_command, config_problems, settings_problems, stream_config
-from ingress.publishers.choose import choose_publisher, objections
+from ingress.publishers.batches import choose_publisher, objections
 
 
 def target(control_headers: Sequence[str] = (), **keys: Any) -> TargetSettings:

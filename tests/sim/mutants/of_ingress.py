@@ -5,7 +5,7 @@ from typing import Any
 
 import ingress.chains.plan
 import ingress.delivery
-import ingress.publishers.fast
+import ingress.publishers.batches
 import ingress.publishers.publisher
 import ingress.rows.prepare
 import ingress.verdict.settle
@@ -16,7 +16,7 @@ from common.nats.requests import WRONG_LAST_SEQUENCE_CODES, PendingRequests
 from common.sequences import cover
 from ingress.checkpoint import Intent, StateStore, StoredState
 from ingress.delivery import Delivery
-from ingress.publishers.fast import FastPublisher
+from ingress.publishers.batches import FastPublisher
 from ingress.publishers.publisher import Replies
 from tests.sim.mutants.registry import change, changing, mutant
 from tests.sim.streams import Stream
@@ -152,7 +152,7 @@ def refusal_taken_for_done() -> None:
 
         return trusting
 
-    for module in (ingress.publishers.publisher, ingress.publishers.fast):
+    for module in (ingress.publishers.publisher, ingress.publishers.batches):
         change(module, "refused", judging)
 
 
