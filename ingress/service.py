@@ -28,13 +28,12 @@ from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, first_of, restart_on_error, spawn
 from ingress import metrics
-from ingress.deps import LEASE_SCOPE, IngressDeps, IngressTuning, lease_key
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.notifications import follow
 from ingress.discovery.sites import Heartbeats
 from ingress.errors import check_targets, is_transient
 from ingress.preflight import control_headers
-from ingress.target import TargetSupervisor
+from ingress.target import LEASE_SCOPE, IngressDeps, IngressTuning, TargetSupervisor, lease_key
 
 log = get_logger(__name__)
 

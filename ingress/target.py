@@ -1,21 +1,28 @@
-"""Delivery into one target under one lease: its components, and the loop that runs them."""
+"""Delivery into one target under one lease: its components, those that targets share, and the loop that runs them."""
 
-from collections.abc import Coroutine, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from common.archive.catalog import FeedId
+from common.archive.documents import ChainStore
+from common.archive.store import SegmentStore
 from common.chain import Chain
-from common.clock import Backoff, doubling_delays
+from common.clock import Backoff, Clock, doubling_delays
 from common.doctor import DoctorFinding, failed, ok, problem, warning
 from common.errors import ConfigError, FloeError, LeaseLost, Stopped, Unavailable, UnexpectedError
+from common.leasing import LeaseGroup, LeaseScope
 from common.logs import get_logger
 from common.nats.api import StreamInfo, ready_stream_info, stream_info
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
 from common.nats.lease import Lease
-from common.settings.ingress import SourceSettings, TargetSettings
+from common.observe.monitor import Health
+from common.service.process import ThreadPool
+from common.settings.ingress import IngressSettings, SourceSettings, TargetSettings
 from common.settings.types import size_words
 from common.tasks import Stop, StopReason, any_set, cancel, first_of, raise_fatal, record_unexpected, run_with, spawn
 from ingress.chains.chain_state import ChainRegistry
@@ -23,20 +30,66 @@ from ingress.chains.prefetch import Prefetcher
 from ingress.chains.sources import PauseStore
 from ingress.checkpoint import STATE_ROLE, StateStore
 from ingress.delivery import Delivery, ServerLimits
-from ingress.deps import IngressDeps, lease_key
-from ingress.errors import is_fatal_for_target, is_transient, most_important_error
+from ingress.discovery.discovery import Discovery
+from ingress.errors import STOPPED_RECHECK_S, is_fatal_for_target, is_transient, most_important_error
 from ingress.parked import ParkedStore
 from ingress.preflight import add_command, config_problems, control_headers, ensure_target, limits_from, stream_config
 from ingress.publishers.batches import PUBLISHERS, choose_publisher, objections
 from ingress.publishers.publisher import Replies
-from ingress.redelivery import ParkedSource, Retries
+from ingress.redelivery import REQUEST_CHECK_INTERVAL_S, ParkedSource, Retries
 from ingress.report import PositionsWriter, TargetReport
 from ingress.rows.prepare import TargetLimits, oversize_remedies
 from ingress.rows.rows import ReadyBlocks
-from ingress.verdict.settle import SharedTargetReconciler, TargetReconciler
+from ingress.verdict.settle import CONFIRM_INTERVAL_S, SharedTargetReconciler, TargetReconciler
 from ingress.verdict.verdict import Sending, TargetErrors, TargetStream
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class IngressTuning:
+    """Intervals in seconds: between the three reads that confirm a verdict, until a stopped target is checked again,
+    between two reports, between two checks for parked messages to retry, until a stopped chain is checked again.
+    """
+
+    confirm_interval_s: float = CONFIRM_INTERVAL_S
+    target_recheck_s: float = 10.0
+    report_interval_s: float = 1.0
+    parked_check_interval_s: float = REQUEST_CHECK_INTERVAL_S
+    chain_recheck_s: float = STOPPED_RECHECK_S
+
+
+@dataclass(frozen=True, slots=True)
+class IngressDeps:
+    """The components. `connect` opens a new connection to the targets' server. `oversize_lock`: as in `ByteBudget`."""
+
+    settings: IngressSettings
+    client: FloeClient
+    connect: Callable[[], Awaitable[FloeClient]]
+    store: SegmentStore
+    documents: ChainStore
+    threads: ThreadPool
+    discovery: Discovery
+    sharing: LeaseGroup
+    health: Health
+    clock: Clock
+    tuning: IngressTuning
+    oversize_lock: asyncio.Lock
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes for one target. The memory is split over all targets, because one instance may have to hold the leases
+        of all of them.
+        """
+        return self.settings.memory_limit // len(self.settings.targets)
+
+
+# A target's lease is `ingress.{target}`, with two tokens; a member's key has four.
+LEASE_SCOPE = LeaseScope(state_key(STATE_ROLE) + ".*", state_key(STATE_ROLE, "member") + ".", "ingress sharing")
+
+
+def lease_key(target: str) -> str:
+    return state_key(STATE_ROLE, target)
 
 
 class TargetRunner:

@@ -12,9 +12,9 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from egress.deps import Intervals
-from ingress.deps import IngressTuning
 from ingress.discovery import discovery
 from ingress.report import POSITIONS_INTERVAL_S
+from ingress.target import IngressTuning
 
 DAY, MONTH = 86_400.0, 30 * 86_400.0  # seconds
 BEGIN, END = "<!-- cost: begin -->", "<!-- cost: end -->"

@@ -31,8 +31,8 @@ from common.settings.loader import load
 from common.settings.root import Settings
 from common.tasks import Stop
 from ingress.checkpoint import Checkpoint, IntentPiece, StateStore, TargetState, open_intent
-from ingress.deps import IngressTuning
 from ingress.service import Controller
+from ingress.target import IngressTuning
 from ingress.verdict.verdict import NoOrigin, Origin, TargetReading
 from tests.support.basics import PATIENCE, parse_ack, soon, unique
 from tests.support.headers import escape

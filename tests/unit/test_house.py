@@ -33,7 +33,7 @@ SMALL = 60  # lines; a smaller file needs more than one importer
 # A comment or a string of Python before 3.12; `tokenize` finds the same, and needs twenty times as long for the tree.
 TEXT = re.compile(r"""#[^\n]*|(\"{3}|'{3})(?:\\.|[^\\])*?\1|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""", re.DOTALL)
 # Values that hold components, one name for each; their constructors are called with named fields.
-COMPONENTS = {"egress/deps.py EgressDeps", "ingress/deps.py IngressDeps"}
+COMPONENTS = {"egress/deps.py EgressDeps", "ingress/target.py IngressDeps"}
 
 # Small files with a single importer, each with its reason.
 GROUND: dict[str, str] = {}

@@ -25,14 +25,13 @@ from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.checkpoint import Checkpoint, Intent, StateChanged, StateConflict, StoredState, TargetState, open_intent
 from ingress.delivery import Delivery
-from ingress.deps import IngressTuning
 from ingress.errors import is_fatal_for_target, is_transient, most_important_error
 from ingress.metrics import chain_metrics
 from ingress.publishers.publisher import Outcome
 from ingress.report import Lags, TargetReport
 from ingress.rows.prepare import Preparer, SubjectFilters, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, PreparedBatch, Rows
-from ingress.target import TargetSupervisor
+from ingress.target import IngressTuning, TargetSupervisor
 from ingress.verdict.verdict import Sending, Settled
 from tests.support.basics import PATIENCE, metric_value, unique
 from tests.support.clock import ManualClock
