@@ -33,7 +33,7 @@ COMMANDS = {
     "audit": Entry("common.audit:audit", "Show the recorded decisions of operators."),
     "gap": Entry("ingress.operator.decisions_cli:gap", "List holes in the archive, and accept them as gaps."),
     "chain": Entry("ingress.operator.decisions_cli:chain", "Pause single chains, and resume them."),
-    "parked": Entry("ingress.operator.parked_cli:parked", "Show and deliver messages that were too large."),
+    "parked": Entry("ingress.operator.decisions_cli:parked", "Show and deliver messages that were too large."),
     "restore": Entry("ingress.recovery.cli:restore", "Restore a lost stream from the archive, as it was."),
     "export": Entry("ingress.recovery.cli:export", "Export an archived stream as a backup of `nats`."),
     "import": Entry("egress.cli:import_backup", "Begin the archive of a feed with a backup of `nats`."),

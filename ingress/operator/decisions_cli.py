@@ -1,9 +1,11 @@
-"""`floe gap ls|accept` and `floe chain pause|resume|ls`: an operator's decisions about single chains."""
+"""`floe gap`, `floe chain` and `floe parked`: an operator's decisions about holes, chains and parked messages."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING
@@ -13,8 +15,10 @@ import click
 from common import cli
 from common.archive.catalog import suggestion
 from common.audit import decide, decide_blocking, decision_command, given_note, operator_name
+from common.clock import format_unix
 from common.errors import DataError, Stopped, UsageError
-from common.exits import report_error
+from common.exits import choices, floe_command, report_error
+from common.hints import parked_command
 from common.open import load_settings, open_chains, open_for_view, open_for_work
 from common.settings.types import format_count
 
@@ -23,11 +27,14 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
     from ingress.chains.sources import Pauses, PauseStore
     from ingress.operator.status import States
+    from ingress.parked import ParkedEntry, ParkedStore
 
     Step = Callable[[Pauses, Chain], Pauses]
 
+
 GAP_COLUMNS = ("chain", "first", "last", "kind", "since", "behind", "accepted")
 PAUSE_COLUMNS = ("target", "chain", "since", "by", "note")
+PARKED_COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
 
 
 def _now() -> str:
@@ -237,7 +244,7 @@ async def chain_ls(config: str, as_json: bool) -> None:
     rows = []
     async with pause_stores(load_settings(config, quiet=True)) as stores:
         for target, store in stores.items():
-            rows += _rows(target, await store.read())
+            rows += _pause_rows(target, await store.read())
     cli.print_json(rows) if as_json else cli.print_table(rows, PAUSE_COLUMNS)
 
 
@@ -272,7 +279,7 @@ async def _decide(
         return chain, await store.change(lambda pauses: step(pauses, chain))
 
 
-def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
+def _pause_rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
     return [
         {
             "target": target,
@@ -287,8 +294,189 @@ def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
 
 
 def _show_pauses(target: str, pauses: Pauses, as_json: bool) -> None:
-    rows = _rows(target, pauses)
+    rows = _pause_rows(target, pauses)
     if rows or as_json:
         cli.print_json(rows) if as_json else cli.print_table(rows, PAUSE_COLUMNS)
     else:
         click.echo(f"paused chains of {target}: none")
+
+
+# Parked messages
+
+
+@click.group()
+def parked() -> None:
+    """List, show and deliver messages that were too large for their target."""
+
+
+@parked.command("ls")
+@click.option("--target", default="", metavar="STREAM", help="Only messages of this target.")
+@cli.config_command
+def parked_ls(config: str, target: str, as_json: bool) -> None:
+    """List parked messages: their target, time, reason and state.
+
+    \b
+    Example: floe parked ls -c central.yaml --target FLEET
+    """
+    from ingress.operator.correct import find_target, open_parked
+
+    settings = load_settings(config, quiet=True)
+    targets = [find_target(settings, target)] if target else settings.ingress.targets
+    stores = [open_parked(settings, each.stream, "") for each in targets]
+    rows = [_parked_row(store, entry) for store in stores for entry in store.list_entries(all_targets=True).values()]
+    cli.print_json(rows) if as_json else cli.print_table(rows, PARKED_COLUMNS)
+
+
+@parked.command("cat")
+@cli.target_option
+@cli.chain_argument
+@click.option("--sequence", type=cli.SequenceType(), required=True, help="Sequence of the message.")
+@click.option("--headers", "is_headers", is_flag=True, help="Its header block instead of its payload.")
+@cli.config_command
+async def parked_cat(
+    config: str, target: str, selector: cli.ChainSelector, sequence: int, is_headers: bool, as_json: bool
+) -> None:
+    """Write one parked message to stdout: its payload unchanged; with --json everything, bytes in Base64.
+
+    \b
+    Example: floe parked cat -c central.yaml --target FLEET us-east/NODES --sequence 4711
+    """
+    settings = load_settings(config, quiet=True)
+    store = await _open_current_store(settings, target)
+    entry = _parked_entry(store, _find_chain(settings, store, selector, sequence), sequence)
+    if (message := store.read(entry.name)) is None:
+        raise _parked_error(
+            f"message {sequence} of {entry.name.chain} is no longer in the store",
+            "put it back from a copy of the bucket; to list the parked messages",
+            parked_command(target),
+        )
+    if as_json:
+        row = _parked_row(store, entry)
+        row["timestamp_ns"] = message.timestamp_ns
+        for name in ("subject", "headers", "payload"):
+            raw = getattr(message, name)
+            row[name] = None if raw is None else base64.b64encode(raw).decode()
+        cli.print_json(row)
+    else:
+        sys.stdout.buffer.write((message.headers or b"") if is_headers else message.payload)
+        sys.stdout.buffer.flush()
+
+
+@parked.command("retry")
+@cli.target_option
+@cli.chain_argument
+@click.option("--sequence", type=cli.SequenceType(), help="Sequence of the message.")
+@click.option("--all", "is_all", is_flag=True, help="All parked messages of the chain.")
+@cli.yes_option
+@decision_command
+async def parked_retry(
+    config: str, target: str, selector: cli.ChainSelector, sequence: int | None, is_all: bool, yes: bool, as_json: bool
+) -> None:
+    """Request that the running service retries messages, with the current limits.
+
+    Each is delivered at most once, after the messages that the target holds by then; `floe parked ls` shows
+    the result.
+
+    \b
+    Example: floe parked retry -c central.yaml --target FLEET us-east/NODES --all
+    """
+    if (sequence is None) is not is_all:
+        raise UsageError("expected one of --sequence and --all")
+    from ingress.parked import ParkedState
+
+    settings = load_settings(config, quiet=True)
+    store = await _open_current_store(settings, target)
+    chain = _find_chain(settings, store, selector, sequence)
+    if sequence is None:
+        entries = store.list_entries().values()
+        wanted = [each for each in entries if each.name.chain == chain and each.state is ParkedState.PARKED]
+    else:
+        wanted = [_check_deliverable(_parked_entry(store, chain, sequence), target)]
+    if not as_json:
+        cli.print_table([_parked_row(store, entry) for entry in wanted], PARKED_COLUMNS)
+    if wanted:
+        question = f"retry {format_count(len(wanted), 'parked message')} of {chain} for {target}?"
+        await decide(settings, question, yes)
+        store.request_retry(*wanted)
+    if as_json:
+        cli.print_json([_parked_row(store, entry) for entry in wanted])
+    elif wanted:
+        click.echo(f"requested {len(wanted)}: ingress retries them within half a minute", err=True)
+    else:
+        click.echo(f"no message of {chain} is parked for {target}", err=True)
+
+
+def _check_deliverable(entry: ParkedEntry, target: str) -> ParkedEntry:
+    from ingress.parked import ParkedState
+
+    message = f"message {entry.name.sequence} of {entry.name.chain}"
+    if entry.state is ParkedState.DELIVERED:
+        raise _parked_error(f"{message} is delivered already", "to list the parked messages", parked_command(target))
+    if entry.state is ParkedState.PENDING:
+        raise _parked_error(
+            f"{message}: expected one before the position of its chain, found a later one",
+            "wait for its turn; if the target already holds it, there is nothing to do; to show the positions",
+            floe_command("checkpoint ls"),
+        )
+    return entry
+
+
+def _parked_error(reason: str, remedy: str, command: str) -> DataError:
+    return DataError(reason, hint=choices((remedy, command)), code="E-PARKED")
+
+
+async def _open_current_store(settings: Settings, target: str) -> ParkedStore:
+    """Open the parked messages of the present state. Raises DataError if there is no state."""
+    from ingress.operator.correct import open_editor, open_parked
+
+    async with open_editor(settings, target) as editor:
+        known = await editor.known()
+    if known.state is None:
+        raise _parked_error(
+            f"target {target}: expected a stored state, found none: {known.problem or 'no key'}",
+            "to show the state of the target",
+            floe_command("status"),
+        )
+    return open_parked(settings, target, known.state.checkpoint.parked_names)
+
+
+def _find_chain(settings: Settings, store: ParkedStore, selector: cli.ChainSelector, sequence: int | None) -> Chain:
+    """Return the chain of the message. Raises UsageError if there are several."""
+    found = {
+        name.chain
+        for name in store.list_entries()
+        if (name.chain.site, name.chain.feed) == (selector.site, selector.feed)
+        and selector.incarnation in (None, name.chain.incarnation)
+        and selector.partition in (None, name.chain.partition)
+        and sequence in (None, name.sequence)
+    }
+    if len(found) > 1:
+        raise UsageError(
+            f"{selector.site}/{selector.feed}: expected one chain, found {', '.join(map(str, sorted(found)))}",
+            hint="name the incarnation and the partition",
+        )
+    return found.pop() if found else selector.resolve(settings)
+
+
+def _parked_entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
+    for name, entry in store.list_entries().items():
+        if (name.chain, name.sequence) == (chain, sequence):
+            return entry
+    raise _parked_error(
+        f"target {store.target}: expected message {sequence} of {chain} among the parked ones, found none",
+        "to list the parked messages",
+        parked_command(store.target),
+    )
+
+
+def _parked_row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
+    return {
+        "target": store.target,
+        "chain": str(entry.name.chain),
+        "sequence": entry.name.sequence,
+        "state": str(entry.state),
+        "bytes": entry.size,
+        "since": format_unix(entry.since),
+        "why": store.read_reason(entry),
+        "created": entry.name.created,
+    }

@@ -174,7 +174,7 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
 # Built in code that needs servers; the text after `floe_command(` is a literal, or other tests check it.
 ELSEWHERE = {
     *("egress/flush.py", "egress/report.py", "ingress/delivery.py", "ingress/service.py"),
-    *("ingress/operator/parked_cli.py", "ingress/recovery/drill.py"),
+    *("ingress/operator/decisions_cli.py", "ingress/recovery/drill.py"),
 }
 
 
