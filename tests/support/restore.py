@@ -15,7 +15,7 @@ from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from common.nats.pull import for_each_message
 from common.nats.requests import api_answer
-from ingress.recovery.highwayhash import hash_of
+from ingress.recovery.files_form import hash_of
 from ingress.recovery.stream_archive import ArchiveState
 from tests.support.basics import PATIENCE
 

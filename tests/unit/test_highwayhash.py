@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingress.recovery.highwayhash import hash_of, highwayhash64
+from ingress.recovery.files_form import hash_of, highwayhash64
 
 KEY = bytes(range(32))
 # google/highwayhash: of the values 00, 00 01, … up to 35 bytes, from the empty one on.
