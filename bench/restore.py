@@ -43,8 +43,7 @@ from common.open import load_settings, open_chains
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.tasks import Stop
-from ingress.recovery.export import Export
-from ingress.recovery.fill import ROW_COLUMNS
+from ingress.recovery.fill import ROW_COLUMNS, Export
 from ingress.recovery.history import ArchivedHistory
 from ingress.recovery.living import CompareRequest, LivingComparison
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config

@@ -324,7 +324,7 @@ async def export(config: str, selector: ChainSelector, as_json: bool, dry_run: b
     Example: floe export -c site.yaml us-east/NODES backup/NODES
     """
     from common.service.process import stop_on_signals
-    from ingress.recovery.export import Export
+    from ingress.recovery.fill import Export
 
     _check_whole_feed(selector, "exported")
     request = restore_request(selector, args.pop("until"), verify="state", **args)

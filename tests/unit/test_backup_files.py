@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UsageError
 from egress.importing import Backup
-from ingress.recovery.export import _folder_error, check_folder
+from ingress.recovery.fill import _folder_error, check_folder
 from ingress.recovery.history import repeat_command
 from ingress.recovery.plan import RestoreRequest
 
