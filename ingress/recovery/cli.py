@@ -145,9 +145,8 @@ async def replay(
     Example: floe replay -c site.yaml us-east/NODES --target NODES --into-source --create --dry-run
     """
     from common.service.process import stop_on_signals
-    from ingress.recovery.pace import pace_of
     from ingress.recovery.replay import Replay
-    from ingress.recovery.request import FLAG_OPTIONS, ReplayOptions, ReplayRequest
+    from ingress.recovery.request import FLAG_OPTIONS, ReplayOptions, ReplayRequest, pace_of
 
     flags = {name: args.pop(name) for name in FLAG_OPTIONS}
     check_stream_name("--target", args["target"])

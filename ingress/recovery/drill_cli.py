@@ -164,7 +164,7 @@ async def compare(
     from common.service.process import ThreadPool, stop_on_signals
     from ingress.recovery.delivered import TargetComparison
     from ingress.recovery.living import CompareReport, CompareRequest, LivingComparison, show_metrics
-    from ingress.recovery.pace import pace_of
+    from ingress.recovery.request import pace_of
 
     check_all(selector, is_all, first := args.pop("from_sequence"), last := args.pop("to_sequence"))
     check_range(first, last, None, None)

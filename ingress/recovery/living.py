@@ -37,9 +37,8 @@ from common.service.process import ThreadPool
 from common.service.progress import format_share
 from common.tasks import Stop, wait_for
 from ingress.recovery.history import selects_rows
-from ingress.recovery.pace import Pace
 from ingress.recovery.read_back import MAX_EXAMPLES, Differences, digest_block, fingerprint, normalize, stream_info_json
-from ingress.recovery.request import RecoveryParts
+from ingress.recovery.request import Pace, RecoveryParts
 
 #: Sequences that are compared and recorded at a time; memory is 8 bytes for each that the stream does not hold.
 RECORDED_SEQUENCES = 5_000_000

@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
+from itertools import pairwise
 
 from common.chain import Chain
-from common.clock import Backoff, doubling_delays
+from common.clock import Backoff, Clock, doubling_delays
 from common.errors import FloeError, LeaseLost, Unavailable
 from common.exits import choices
 from common.failpoints import failpoint
@@ -32,15 +33,15 @@ from ingress.delivery import Delivery, ServerLimits
 from ingress.errors import is_transient, most_important_error
 from ingress.preflight import limits_from
 from ingress.publishers.batches import PUBLISHERS, choose_publisher, objections
-from ingress.publishers.publisher import Publisher, Replies
+from ingress.publishers.publisher import Outcome, Publisher, Replies
 from ingress.recovery import target
-from ingress.recovery.pace import Interrupted, PacedPublisher
 from ingress.recovery.ranges import ReplayProgress
 from ingress.recovery.receipt import Receipt, ReceiptCodec, StoredReplay, UnreadableReplay, load_replay, receipt_key
-from ingress.recovery.request import RecoveryParts, ReplayHints, ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.request import Pace, RecoveryParts, ReplayHints, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.source import ReplayRegistry, ReplaySource, target_settings
 from ingress.recovery.survey import ReplayPreview, ReplaySurvey, check_plan, resumable_replay
 from ingress.rows.prepare import TargetLimits
+from ingress.rows.rows import Rows
 from ingress.verdict.settle import TargetReconciler
 from ingress.verdict.verdict import Finding, IntentVerdict, TargetErrors, TargetReading, TargetStream
 
@@ -276,6 +277,44 @@ class Replay:
 
 def _rows(receipt: Receipt, state: TargetState) -> int:
     return state.checkpoint.target_sequence - receipt.base
+
+
+ADMIT_MESSAGES = 5_000  # the most messages in one call of `Pace.admit`
+
+
+class Interrupted(Exception):
+    """The replay is to stop; the next run finishes its open intent."""
+
+
+class PacedPublisher:
+    """A publisher that sends as many of the rows as `pace` allows now, and waits if it allows none.
+
+    Raises Interrupted once `stop` is set, so that a slow replay need not finish its intent first.
+    """
+
+    def __init__(self, inner: Publisher, pace: Pace, clock: Clock, stop: Stop) -> None:
+        self._inner, self._pace, self._clock, self._stop = inner, pace, clock, stop
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        sizes = next_sizes(rows, stored)
+        while True:
+            if self._stop.is_set:
+                raise Interrupted
+            count, wait = self._pace.admit(self._clock.monotonic(), sizes)
+            if count:
+                return await self._inner.publish(rows.leading(stored + count), base, stored)
+            await wait_for(self._stop, wait)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def next_sizes(rows: Rows, start: int) -> list[int]:
+    """Return the bytes of each of the next messages, at most `ADMIT_MESSAGES` of them."""
+    sizes = list[int]()
+    for batch, row, end in rows.runs(start, min(rows.count, start + ADMIT_MESSAGES)):
+        sizes += [after - before for before, after in pairwise([0, *batch.byte_ends][row : end + 1])]
+    return sizes
 
 
 class ReplayRun:

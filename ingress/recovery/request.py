@@ -1,12 +1,15 @@
-"""The request for a replay: a checked value, with a canonical form that distinguishes two requests."""
+"""The request for a replay: a checked value, with a canonical form that distinguishes two requests; and its pace."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shlex
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from common.archive.catalog import unknown_name_error
@@ -19,8 +22,7 @@ from common.exits import EXIT_RETRY_LATER, choices, floe_command
 from common.hints import name_argument, option_words
 from common.sequences import SequenceRange
 from common.service.progress import Progress
-from common.settings.types import duration_words, format_count, format_duration, is_filter, is_subject
-from ingress.recovery.pace import Pace
+from common.settings.types import duration_words, format_count, format_duration, is_filter, is_subject, parse_size
 
 
 class RecoveryParts(NamedTuple):
@@ -169,6 +171,47 @@ def _time(option: str, text: str) -> int:
         return parse_time(text)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from error
+
+
+BURST_S = 0.25  # seconds of the rate that may be sent at once after a pause
+MAX_WAIT_S = 0.5  # seconds until the next check of the pace
+
+
+@dataclass
+class Pace:
+    """A token bucket of `rate` messages a second; with `counts_bytes`, of bytes of payloads and header blocks. One
+    message may take it below zero, so that even a huge message can be sent.
+    """
+
+    rate: float
+    counts_bytes: bool = False
+    tokens: float = field(default=0.0, init=False)
+    refilled_at: float | None = field(default=None, init=False)
+
+    def admit(self, now: float, sizes: Sequence[int]) -> tuple[int, float]:
+        """Return how many of the next messages may be sent at `now` (monotonic seconds); if none, also the seconds to
+        wait. These messages count as sent. `sizes`: the bytes of each message, not empty.
+        """
+        costs = sizes if self.counts_bytes else [1] * min(len(sizes), int(self.rate * BURST_S) + 1)
+        first, before = self.refilled_at is None, now if self.refilled_at is None else self.refilled_at
+        self.tokens, self.refilled_at = min(self.rate * BURST_S, self.tokens + self.rate * (now - before)), now
+        if self.tokens <= 0 and not first:
+            return 0, min(MAX_WAIT_S, max(0.001, (min(1, self.rate * BURST_S) - self.tokens) / self.rate))
+        count = max(1, bisect_right(list(accumulate(costs)), self.tokens))
+        self.tokens -= sum(costs[:count])
+        return count, 0.0
+
+
+def pace_of(rate: str) -> Pace | None:
+    """Return the pace of `--rate`; None: as fast as the target accepts. Raises UsageError."""
+    if not rate:
+        return None
+    number, value = rate.removesuffix("/s"), 0
+    with suppress(ValueError):
+        value = parse_size(number)
+    if not rate.endswith("/s") or value <= 0:
+        raise UsageError(f"--rate: expected messages such as 5000/s or bytes such as 20M/s, found {rate!r:.40}")
+    return Pace(value, counts_bytes=not number.isdigit())
 
 
 # Options without a value.

@@ -25,8 +25,7 @@ from common.service.progress import Progress
 from common.settings.egress import EgressSettings
 from common.tasks import Stop
 from ingress.recovery.drill import ScratchStreams
-from ingress.recovery.pace import Pace
-from ingress.recovery.request import ReplayOptions, ReplayResult
+from ingress.recovery.request import Pace, ReplayOptions, ReplayResult
 from tests.support.basics import soon
 from tests.support.commands import run_here
 from tests.support.ingress import CHAIN, Centre, count_in, rows_of

@@ -21,8 +21,7 @@ from common.tasks import run_until_fatal
 from egress.builder import SegmentBuilder
 from egress.memory import MemoryBudget
 from infra.local.nats import NatsServer
-from ingress.recovery.pace import Pace
-from ingress.recovery.request import ReplayOptions
+from ingress.recovery.request import Pace, ReplayOptions
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.egress import QUICK, Bench
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, rows_of

@@ -16,9 +16,9 @@ from common.tasks import Stop
 from ingress.checkpoint import IntentPiece
 from ingress.publishers.publisher import Outcome
 from ingress.recovery.guard import run_with_renewal
-from ingress.recovery.pace import Interrupted, Pace, PacedPublisher, pace_of
 from ingress.recovery.ranges import ChainRange, ReplayProgress, split_range
-from ingress.recovery.request import ReplayRequest
+from ingress.recovery.replay import Interrupted, PacedPublisher
+from ingress.recovery.request import Pace, ReplayRequest, pace_of
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.support.clock import ManualClock
 
