@@ -40,11 +40,11 @@ from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.preflight import room_error
 from ingress.recovery.ranges import ChainRange, ReplayPlan
 from ingress.recovery.read_back import Differences, read_differences
-from ingress.recovery.receipt import StoredReplay, receipt_key
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.restore import Restore, RestoreReport
 from ingress.recovery.survey import known_chains
+from ingress.recovery.target import StoredReplay, receipt_key
 
 log = get_logger(__name__)
 

@@ -27,8 +27,7 @@ from common.settings.root import Settings
 from common.settings.service import ServiceSettings
 from common.settings.types import format_count
 from common.tasks import Stop, any_set, cancel, raise_fatal, run_with, spawn, wait_for
-from ingress.checkpoint import STATE_ROLE as INGRESS
-from ingress.checkpoint import Checkpoint, StateStore, TargetState
+from ingress.checkpoint import STATE_ROLE, Checkpoint, StateStore, TargetState
 from ingress.delivery import Delivery, ServerLimits
 from ingress.errors import is_transient, most_important_error
 from ingress.preflight import limits_from
@@ -36,10 +35,10 @@ from ingress.publishers.batches import PUBLISHERS, choose_publisher, objections
 from ingress.publishers.publisher import Outcome, Publisher, Replies
 from ingress.recovery import target
 from ingress.recovery.ranges import ReplayProgress
-from ingress.recovery.receipt import Receipt, ReceiptCodec, StoredReplay, UnreadableReplay, load_replay, receipt_key
 from ingress.recovery.request import Pace, RecoveryParts, ReplayHints, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.source import ReplayRegistry, ReplaySource, target_settings
 from ingress.recovery.survey import ReplayPreview, ReplaySurvey, check_plan, resumable_replay
+from ingress.recovery.target import Receipt, ReceiptCodec, StoredReplay, UnreadableReplay, load_replay, receipt_key
 from ingress.rows.prepare import TargetLimits
 from ingress.rows.rows import Rows
 from ingress.verdict.settle import TargetReconciler
@@ -56,7 +55,7 @@ def target_held_error(hints: ReplayHints, key: str, holder: str) -> LeaseLost:
     """Return the error for a target with a lease that another process holds, and keeps."""
     target = hints.request.target
     what, then = "a replay", "wait until it is done, or stop it there"
-    if key == state_key(INGRESS, target):
+    if key == state_key(STATE_ROLE, target):
         what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
     hint = choices((f"{then}; then", hints.command()))
     return LeaseLost(f"target {target}: {what} by {holder} publishes into it", hint=hint, code=HELD_CODE)
@@ -91,7 +90,7 @@ class Replay:
 
     @property
     def _keys(self) -> tuple[str, str]:
-        return receipt_key(self.request.target), state_key(INGRESS, self.request.target)
+        return receipt_key(self.request.target), state_key(STATE_ROLE, self.request.target)
 
     @asynccontextmanager
     async def open_connection(self) -> AsyncIterator[FloeClient]:

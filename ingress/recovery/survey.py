@@ -25,7 +25,6 @@ from common.nats.api import StreamInfo
 from common.sequences import SequenceRange, Stretch, cover, holes
 from common.service.process import ThreadPool
 from common.settings.types import format_count, size_words
-from ingress.recovery import target
 from ingress.recovery.ranges import (
     ArchivedSpan,
     ChainRange,
@@ -38,9 +37,15 @@ from ingress.recovery.ranges import (
     period_text,
     split_range,
 )
-from ingress.recovery.receipt import StoredReplay, UnreadableReplay, other_replay_error, unreadable_replay_error
 from ingress.recovery.request import ReplayHints, ReplayRequest
 from ingress.recovery.source import hole_error, retention_error
+from ingress.recovery.target import (
+    StoredReplay,
+    StreamTemplate,
+    UnreadableReplay,
+    other_replay_error,
+    unreadable_replay_error,
+)
 
 
 class SegmentTimes:
@@ -267,7 +272,7 @@ class ReplayPreview:
     plan: ReplayPlan
     stream: StreamDocument | None
     info: StreamInfo | None
-    template: target.StreamTemplate | None
+    template: StreamTemplate | None
     former: StoredReplay | UnreadableReplay | None
     notes: tuple[str, ...]
 

@@ -17,8 +17,8 @@ from common.nats.kv import KeyValue
 from common.sequences import SequenceRange
 from common.service import process
 from common.tasks import Stop
-from ingress.recovery.receipt import receipt_key
 from ingress.recovery.request import Pace, ReplayOptions
+from ingress.recovery.target import receipt_key
 from tests.support.basics import PATIENCE
 from tests.support.commands import Done, invoke, ran
 from tests.support.ingress import CHAIN, count_in, rows_of

@@ -27,7 +27,7 @@ from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import with_command
 from ingress.chains.recall import Recall
 from ingress.publishers.batches import choose_publisher
-from ingress.recovery import receipt, survey, target
+from ingress.recovery import survey, target
 from ingress.recovery.history import repeat_command
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.replay import ReplayTargetErrors, target_held_error
@@ -124,16 +124,16 @@ def of_chains() -> Iterator[str]:
 
 
 def of_replays() -> Iterator[str]:
-    former = receipt.Receipt(REQUEST, (), 0, 0, True, 0.0)
+    former = target.Receipt(REQUEST, (), 0, 0, True, 0.0)
     yield from (target.missing_error(HINTS).hint, target.not_empty_error(HINTS, INFO, None).hint, HINTS.source_hint(""))
     yield from (HINTS.source_hint("NODES"), HINTS.restart_hint(), HINTS.hole_hint(CHAIN, (HOLE, HOLE)))
     yield HINTS.command("--again")
     yield from (HINTS.refused_hint("E-SUBJECT"), HINTS.refused_hint("E-MSG-TOO-LARGE"))
     yield from (HINTS.not_created_hint(is_taken=True), HINTS.not_created_hint(is_taken=False))
-    yield from (receipt.other_replay_error(HINTS, former).hint, receipt.unreadable_replay_error(HINTS, "x").hint)
+    yield from (target.other_replay_error(HINTS, former).hint, target.unreadable_replay_error(HINTS, "x").hint)
     yield hole_error(HINTS, CHAIN, HOLE).hint
     yield hint_of(lambda: target.template(REQUEST, None))
-    for key in (receipt.receipt_key("BACK"), "ingress.BACK"):
+    for key in (target.receipt_key("BACK"), "ingress.BACK"):
         yield target_held_error(HINTS, key, "somebody").hint
     yield survey.damaged_error(CHAIN, ["a"]).hint
     yield scan.vanishing_error(CHAIN).hint
