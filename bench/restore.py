@@ -43,11 +43,11 @@ from common.open import load_settings, open_chains
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.tasks import Stop
+from ingress.recovery.files_form import archive_writer
 from ingress.recovery.fill import ROW_COLUMNS, Export
 from ingress.recovery.history import ArchivedHistory
 from ingress.recovery.living import CompareRequest, LivingComparison
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config
-from ingress.recovery.preflight import archive_writer
 from ingress.recovery.request import RecoveryParts
 from ingress.recovery.restore import Restore
 from ingress.recovery.stream_archive import ArchiveState

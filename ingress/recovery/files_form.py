@@ -1,4 +1,6 @@
-"""The archive of nats-server 2.10 to 2.14: a tar of the files of a stream. The server rebuilds its index from them.
+"""The archive of nats-server 2.10 to 2.14, a tar of the files of a stream, and the choice of the form for a server.
+
+The server rebuilds its index from these files:
 
     meta.inf, meta.sum              configuration, and its hash
     obs/{consumer}/meta.inf, …sum   the same of each consumer
@@ -18,6 +20,7 @@ From nats-server: server/filestore.go, server/store.go (`encodeConsumerState`).
 
 from __future__ import annotations
 
+import re
 import struct
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +35,12 @@ import pyarrow.compute as pc
 
 from common.archive.captures import CapturedConsumer
 from common.clock import NS_PER_S
+from common.errors import ConfigError
 from ingress.recovery.stream_archive import (
     S2_HEADER,
     ArchiveState,
+    ArchiveWriter,
+    LogicalWriter,
     RawColumns,
     concat_rows,
     fixed_width,
@@ -167,6 +173,38 @@ def consumer_state(consumer: CapturedConsumer) -> bytes:
     """Encode `o.dat`: the positions, and that no message is pending or redelivered."""
     floor = (consumer.ack_floor_consumer, consumer.ack_floor_stream)
     return _CONSUMER_STATE + varints(*floor, consumer.delivered_consumer, consumer.delivered_stream, 0, 0)
+
+
+# Minors of nats-server that the tests restore into.
+MIN_MINOR, LOGICAL_MINOR, MAX_MINOR = (2, 10), (2, 15), (2, 15)
+
+
+def archive_writer(stream: str, version: str, form: str = "auto", *, force: bool = False) -> ArchiveWriter:
+    """Return a writer for nats-server `version`, such as `2.14.6`. `stream`: its name after the restore.
+
+    `form`: `logical`; `files`, which every server accepts and which keeps the creation time of the stream; or `auto`.
+    Raises ConfigError for a server before 2.10, for a server that lacks the form, for an invalid version, and, without
+    `force`, for a minor newer than the tested ones: the form may have changed.
+    """
+    match = re.match(r"(\d+)\.(\d+)\.", version)
+    minor = (int(match[1]), int(match[2])) if match else (0, 0)
+    if minor < MIN_MINOR:
+        problem = f"expected {_dotted(MIN_MINOR)} or newer, which can restore from an archive"
+        hint = "restore into a newer nats-server"
+    elif minor > MAX_MINOR and not force:
+        problem = f"restores are tested with {_dotted(MIN_MINOR)} to {_dotted(MAX_MINOR)}"
+        problem += ", and this one may expect another form"
+        hint = "update Floe, restore into an older nats-server, or add --force: it is verified before it is used"
+    elif form == "logical" and minor < LOGICAL_MINOR:
+        problem = f"expected {_dotted(LOGICAL_MINOR)} or newer, which accepts the logical form"
+        hint = "use --format files, or leave out --format"
+    else:
+        return LogicalWriter() if minor >= LOGICAL_MINOR and form != "files" else FilesWriter(stream)
+    raise ConfigError(f"nats-server {version}: {problem}", hint=hint, code="E-RESTORE-VERSION")
+
+
+def _dotted(minor: tuple[int, int]) -> str:
+    return ".".join(map(str, minor))
 
 
 # HighwayHash-64 of many values at once: the algorithm of the reference (google/highwayhash). A value is processed in

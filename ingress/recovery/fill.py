@@ -20,10 +20,12 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from common.archive.captures import CapturedConsumer
+from common.archive.columns import lengths
 from common.clock import Clock
-from common.errors import Unavailable, UsageError
+from common.errors import ConfigError, Unavailable, UsageError
 from common.failpoints import failpoint
 from common.objects.local import sync
 from common.service.process import ThreadPool
@@ -32,7 +34,7 @@ from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, wait_done
 from ingress.recovery.history import ArchivedHistory, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest, with_source_starts
-from ingress.recovery.preflight import check_lossless, check_sizes
+from ingress.recovery.preflight import check_lossless
 from ingress.recovery.read_back import Digests
 from ingress.recovery.request import RecoveryParts
 from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter, LogicalWriter, split_batch
@@ -208,7 +210,7 @@ class ArchiveFiller:
         for batch in self._work.history.rows(self._plan, self._plan.begin, ROW_COLUMNS, self._stop):
             if (left := self._row_filter.filter(batch)).num_rows:
                 if max_row_bytes is not None:
-                    check_sizes(left, max_row_bytes)
+                    _check_sizes(left, max_row_bytes)
                 self.digests.add(left)
                 if newest:
                     self.sourced |= {*np.intersect1d(left.column("sequence"), newest).tolist()}
@@ -220,6 +222,16 @@ class ArchiveFiller:
     def _show_progress(self, size: int) -> None:
         rows, of = self.digests.rows, self._row_filter.rows_left if self._row_filter.needs_pass else self._plan.rows
         self._work.update(min(rows, of), of, f"{format_count(rows, 'message')}, {size_words(size)}")
+
+
+def _check_sizes(batch: pa.RecordBatch, max_payload: int) -> None:
+    """Raise ConfigError for a row that the server would store and could not deliver."""
+    parts = [lengths(batch.column(name)).fill_null(0) for name in ("headers", "payload")]
+    sizes = pc.add(*parts)
+    if (largest := pc.max(sizes).as_py()) > max_payload:
+        sequence = batch.column("sequence")[pc.index(sizes, largest).as_py()]
+        text = f"sequence {sequence}: expected at most {max_payload} bytes (max_payload), found {largest}"
+        raise ConfigError(text, hint="raise max_payload of the server", code="E-RESTORE-PAYLOAD")
 
 
 class BackupFolder:

@@ -11,10 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from common.archive.columns import lengths
 from common.errors import ConfigError, FloeError, Refused, Stopped, Unavailable
 from common.exits import choices
 from common.nats.api import RESTORE_PREFIX, StreamInfo, account_limits, check_token, list_consumers, query, stream_info
@@ -23,10 +19,10 @@ from common.nats.kv import state_key
 from common.nats.lease import Leases, format_owner
 from common.nats.requests import ApiError
 from common.settings.types import format_count, size_words
-from ingress.recovery.files_form import FilesWriter
+from ingress.recovery.files_form import LOGICAL_MINOR, archive_writer
 from ingress.recovery.history import repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest
-from ingress.recovery.stream_archive import ArchiveWriter, LogicalWriter
+from ingress.recovery.stream_archive import ArchiveWriter
 
 RUNS_CODE, ROOM_CODE = "E-RESTORE-RUNS", "E-RESTORE-ROOM"
 RESTORE_FAILED = 10062  # error of JetStream if it ends a restore
@@ -266,16 +262,6 @@ def _server_notes(
         yield "the stream was kept in memory: this server takes it back on disk only"
 
 
-def check_sizes(batch: pa.RecordBatch, max_payload: int) -> None:
-    """Raise ConfigError for a row that the server would store and could not deliver."""
-    parts = [lengths(batch.column(name)).fill_null(0) for name in ("headers", "payload")]
-    sizes = pc.add(*parts)
-    if (largest := pc.max(sizes).as_py()) > max_payload:
-        sequence = batch.column("sequence")[pc.index(sizes, largest).as_py()]
-        text = f"sequence {sequence}: expected at most {max_payload} bytes (max_payload), found {largest}"
-        raise ConfigError(text, hint="raise max_payload of the server", code="E-RESTORE-PAYLOAD")
-
-
 # Obstacles
 
 
@@ -310,35 +296,3 @@ def running_error(name: str, holder: str = "") -> Unavailable:
     """Return the error for a name that another restore holds. `holder`: its owner, empty if not known."""
     by = f", by {holder}" if holder else ""
     return Unavailable(f"stream {name}: another restore fills it now{by}", hint="wait until it is done", code=RUNS_CODE)
-
-
-# Minors of nats-server that the tests restore into.
-MIN_MINOR, LOGICAL_MINOR, MAX_MINOR = (2, 10), (2, 15), (2, 15)
-
-
-def archive_writer(stream: str, version: str, form: str = "auto", *, force: bool = False) -> ArchiveWriter:
-    """Return a writer for nats-server `version`, such as `2.14.6`. `stream`: its name after the restore.
-
-    `form`: `logical`; `files`, which every server accepts and which keeps the creation time of the stream; or `auto`.
-    Raises ConfigError for a server before 2.10, for a server that lacks the form, for an invalid version, and, without
-    `force`, for a minor newer than the tested ones: the form may have changed.
-    """
-    match = re.match(r"(\d+)\.(\d+)\.", version)
-    minor = (int(match[1]), int(match[2])) if match else (0, 0)
-    if minor < MIN_MINOR:
-        problem = f"expected {_dotted(MIN_MINOR)} or newer, which can restore from an archive"
-        hint = "restore into a newer nats-server"
-    elif minor > MAX_MINOR and not force:
-        problem = f"restores are tested with {_dotted(MIN_MINOR)} to {_dotted(MAX_MINOR)}"
-        problem += ", and this one may expect another form"
-        hint = "update Floe, restore into an older nats-server, or add --force: it is verified before it is used"
-    elif form == "logical" and minor < LOGICAL_MINOR:
-        problem = f"expected {_dotted(LOGICAL_MINOR)} or newer, which accepts the logical form"
-        hint = "use --format files, or leave out --format"
-    else:
-        return LogicalWriter() if minor >= LOGICAL_MINOR and form != "files" else FilesWriter(stream)
-    raise ConfigError(f"nats-server {version}: {problem}", hint=hint, code="E-RESTORE-VERSION")
-
-
-def _dotted(minor: tuple[int, int]) -> str:
-    return ".".join(map(str, minor))

@@ -19,7 +19,7 @@ from common.nats.restore_upload import KEEP_ALIVE_FRAME
 from egress.captures import captured_consumers
 from infra.awkward import MAX_HEADERS, delete_message, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
-from ingress.recovery.preflight import archive_writer
+from ingress.recovery.files_form import archive_writer
 from ingress.recovery.stream_archive import ArchiveWriter, restorable_consumers
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, seeded, soon

@@ -14,7 +14,7 @@ from common.archive.segment import Message
 from common.errors import ConfigError
 from common.nats.restore_upload import KEEP_ALIVE_FRAME
 from common.sequences import MAX_SEQUENCE
-from ingress.recovery.preflight import archive_writer
+from ingress.recovery.files_form import archive_writer
 from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter
 from tests.support.restore import encoded_block, entries, tar_files, unframed
 

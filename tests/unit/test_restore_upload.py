@@ -19,8 +19,9 @@ from common.objects.port import ObjectStore
 from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import ReportError, Stop
+from ingress.recovery.files_form import archive_writer
 from ingress.recovery.plan import RestoreRequest
-from ingress.recovery.preflight import PreflightResult, archive_writer
+from ingress.recovery.preflight import PreflightResult
 from ingress.recovery.request import RecoveryParts
 from ingress.recovery.restore import Restore
 from tests.support.basics import PATIENCE, soon
