@@ -34,10 +34,9 @@ from common.settings.service import ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop
 from ingress.recovery.delivered import DeliveredRows, as_stored
-from ingress.recovery.guard import run_with_renewal
+from ingress.recovery.guard import room_error, run_with_renewal
 from ingress.recovery.living import Tally
 from ingress.recovery.plan import RestoreRequest
-from ingress.recovery.preflight import room_error
 from ingress.recovery.ranges import ChainRange, ReplayPlan
 from ingress.recovery.read_back import Differences, read_differences
 from ingress.recovery.replay import Replay

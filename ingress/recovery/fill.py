@@ -32,9 +32,9 @@ from common.service.process import ThreadPool
 from common.service.progress import format_share
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, wait_done
+from ingress.recovery.guard import check_lossless
 from ingress.recovery.history import ArchivedHistory, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest, with_source_starts
-from ingress.recovery.preflight import check_lossless
 from ingress.recovery.read_back import Digests
 from ingress.recovery.request import RecoveryParts
 from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter, LogicalWriter, split_batch

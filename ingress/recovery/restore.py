@@ -38,21 +38,22 @@ from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, wait_for
 from ingress.errors import is_transient
 from ingress.recovery.fill import ROW_COLUMNS, ArchiveFiller, ArchiveWork
-from ingress.recovery.guard import GuardedStream, run_with_renewal
-from ingress.recovery.history import EXPIRED_CODE, repeat_command
-from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config, with_source_starts
-from ingress.recovery.preflight import (
+from ingress.recovery.guard import (
     RESTORE_FAILED,
     ROOM_CODE,
     RUNS_CODE,
+    GuardedStream,
     PreflightResult,
     check_effects,
     check_lossless,
     dry_run,
     preflight,
     room_error,
+    run_with_renewal,
     stopped_error,
 )
+from ingress.recovery.history import EXPIRED_CODE, repeat_command
+from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config, with_source_starts
 from ingress.recovery.read_back import AtRest, Comparer, Comparison, SentRows, read_differences, wait_replicated
 from ingress.recovery.request import RecoveryParts
 from ingress.recovery.retention_filter import SourcedRow

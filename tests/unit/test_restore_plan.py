@@ -22,9 +22,9 @@ from ingress.recovery import plan as planning
 from ingress.recovery import read_back
 from ingress.recovery import read_back as back
 from ingress.recovery import stream_archive as form
+from ingress.recovery.guard import _server_notes, room_error, room_shortage
 from ingress.recovery.history import merge_rows, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest
-from ingress.recovery.preflight import _server_notes, room_error, room_shortage
 from ingress.recovery.ranges import ChainRange, ReplayChain, ReplayPart
 from ingress.recovery.retention_filter import RetentionFilter, SourcedRow, sourced_rows
 from tests.support import compaction

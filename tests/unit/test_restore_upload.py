@@ -20,8 +20,8 @@ from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import ReportError, Stop
 from ingress.recovery.files_form import archive_writer
+from ingress.recovery.guard import PreflightResult
 from ingress.recovery.plan import RestoreRequest
-from ingress.recovery.preflight import PreflightResult
 from ingress.recovery.request import RecoveryParts
 from ingress.recovery.restore import Restore
 from tests.support.basics import PATIENCE, soon
