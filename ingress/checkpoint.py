@@ -467,19 +467,21 @@ class StateCodec:
 class StateStore:
     """The stored state of one target, under one key.
 
-    `on_state`: called with each state that is loaded, and with each one before it is saved. `codec`: None for that of
-    the target.
+    `on_state`: called with each state that is loaded, and with each one before it is saved. `key`, `codec`: of another
+    kind of state; empty and None for those of a delivery.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        key: str,
         target: str,
         on_state: Callable[[TargetState], None] = lambda _: None,
+        *,
+        key: str = "",
         codec: Codec[TargetState] | None = None,
     ) -> None:
-        self._document, self._on_state = KvDocument(bucket, key, codec or StateCodec(target), Stopped), on_state
+        key, self._on_state = key or state_key(STATE_ROLE, target), on_state
+        self._document = KvDocument(bucket, key, codec or StateCodec(target), Stopped)
 
     async def load(self) -> StoredState:
         """Load the state. Raises Stopped if it cannot be parsed, Unavailable, OutcomeUnknown."""

@@ -134,7 +134,7 @@ class TargetRunner:
         source = ParkedSource(prefetch, parked, deps.threads)
         retries = Retries(parked, source, deps.threads, deps.clock, chains.renew_limits, decisions)
         retries.check_interval_s = deps.tuning.parked_check_interval_s
-        state = StateStore(bucket, state_key(STATE_ROLE, name), name, parked.adopt_state)
+        state = StateStore(bucket, name, parked.adopt_state)
         reconciler = self._reconciler(state, lease)
         limits = ServerLimits(deps.client, chains, source.reset, oversize_remedies(name))
         publisher = kind(deps.client, name, replies, exclusive=self._settings.exclusive)
@@ -190,7 +190,7 @@ class TargetRunner:
         client, settings = self._deps.client, self._settings
         if (create := settings.create) is not None and await stream_info(client, self._target) is None:
             bucket = await self._bucket(create.replicas)
-            if (await StateStore(bucket, state_key(STATE_ROLE, self._target), self._target).load()).state:
+            if (await StateStore(bucket, self._target).load()).state:
                 raise TargetErrors(self._target).no_checkpoint(None)
         return await ensure_target(client, settings)
 

@@ -43,7 +43,7 @@ from common.sequences import MAX_SEQUENCE
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings
 from common.settings.service import StartSettings
-from ingress.checkpoint import STATE_ROLE, StateStore
+from ingress.checkpoint import StateStore
 from ingress.errors import check_targets
 
 log = get_logger(__name__)
@@ -348,4 +348,4 @@ async def pause_stores(settings: Settings) -> AsyncIterator[dict[str, PauseStore
     check_targets(settings.ingress)
     async with open_ingress_state(settings, "floe chain") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
-        yield {name: PauseStore(bucket, name, StateStore(bucket, state_key(STATE_ROLE, name), name)) for name in names}
+        yield {name: PauseStore(bucket, name, StateStore(bucket, name)) for name in names}

@@ -204,7 +204,7 @@ class CheckpointEditor:
         # Before the state moves: afterwards no process would write them.
         if (marks := plan.correction.marks) != ParkedMarks():
             await self._write_marks(marks, open_parked(self._config, self.target, after.checkpoint.parked_names))
-        store = StateStore(self._bucket, self._key, self.target)
+        store = StateStore(self._bucket, self.target)
         return await store.save(after, revision) is not None
 
     async def _write_marks(self, marks: ParkedMarks, parked: ParkedStore) -> None:

@@ -31,7 +31,7 @@ from common.logs import get_logger
 from common.nats.api import stream_info
 from common.nats.buckets import open_ingress_state
 from common.nats.client import FloeClient
-from common.nats.kv import KeyValue, state_key
+from common.nats.kv import KeyValue
 from common.objects.port import ObjectInfo
 from common.observe.observation import Observation, StatusView, ViewFormat, colour_state, stored_heartbeats
 from common.open import open_for_view
@@ -42,7 +42,7 @@ from common.settings.types import StyledCell, duration_words
 from common.subjects import name_matches
 from ingress.chains.plan import OpenedPlan, Phase, plan_from_contents
 from ingress.chains.sources import PauseStore, plan_sources
-from ingress.checkpoint import STATE_ROLE, Gap, StateStore, TargetState
+from ingress.checkpoint import Gap, StateStore, TargetState
 from ingress.errors import check_targets
 from ingress.preflight import control_headers
 from ingress.publishers.batches import choose_publisher, objections
@@ -139,7 +139,7 @@ async def _judged(
     client: FloeClient, bucket: KeyValue, target: TargetSettings
 ) -> tuple[TargetState | None, FloeError | None]:
     """Return the stored state, and the error that ingress would stop with; None if it would not stop."""
-    states = StateStore(bucket, state_key(STATE_ROLE, target.stream), target.stream)
+    states = StateStore(bucket, target.stream)
     stored = await states.load()
     for _ in range(READ_ATTEMPTS):
         if stored.state is None:
@@ -371,7 +371,7 @@ async def read_states(settings: Settings) -> States:
     check_targets(settings.ingress)
     async with open_ingress_state(settings, "floe checkpoint") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
-        return {name: (await StateStore(bucket, state_key(STATE_ROLE, name), name).load()).state for name in names}
+        return {name: (await StateStore(bucket, name).load()).state for name in names}
 
 
 async def print_checkpoints(settings: Settings, as_json: bool) -> None:

@@ -23,12 +23,12 @@ from common.errors import Stopped
 from common.nats.api import LIMITS, StreamInfo, next_message
 from common.nats.client import FloeClient
 from common.nats.headers import split_provenance
-from common.nats.kv import Bucket, state_key
+from common.nats.kv import Bucket
 from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
 from ingress.chains.sources import StartResolver
-from ingress.checkpoint import STATE_ROLE, Checkpoint, StateStore, TargetState
+from ingress.checkpoint import Checkpoint, StateStore, TargetState
 from ingress.parked import ParkedStore
 from ingress.recovery.living import Batches, LivingComparison, Missing, Pieces, Tally, inside
 from ingress.recovery.read_back import MAX_EXAMPLES, fingerprint, normalize
@@ -130,7 +130,7 @@ class TargetComparison(LivingComparison):
 
     async def _open(self, _chain: Chain) -> StreamInfo:
         """Return the target. Raises Stopped if it is not the stream that ingress has filled."""
-        state = (await StateStore(self._states, state_key(STATE_ROLE, self._name), self._name).load()).state
+        state = (await StateStore(self._states, self._name).load()).state
         reading = await read_target(self._client, self._name)
         if reading is None or (state is None and reading.last_sequence):
             raise TargetErrors(self._name).no_checkpoint(reading)

@@ -266,7 +266,8 @@ class Replay:
 
     async def open_states(self, client: FloeClient, codec: ReceiptCodec) -> StateStore:
         name = self.request.target
-        return StateStore(await open_state(client, self.service, target=name), receipt_key(name), name, codec=codec)
+        bucket = await open_state(client, self.service, target=name)
+        return StateStore(bucket, name, key=receipt_key(name), codec=codec)
 
     def _result(self, receipt: Receipt, state: TargetState, started: float, *, finished: bool) -> ReplayResult:
         rows, seconds, was_done = _rows(receipt, state), self.clock.monotonic() - started, bool(receipt.finished)

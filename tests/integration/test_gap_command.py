@@ -10,7 +10,7 @@ from common.archive.store import quarantine_command
 from common.chain import Chain
 from common.nats.api import stream_info
 from common.nats.client import FloeClient
-from common.nats.kv import KeyValue, state_key
+from common.nats.kv import KeyValue
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from ingress.checkpoint import Checkpoint, StateStore, TargetState
 from ingress.operator.holes import find_blocking_hole, read_cover
@@ -185,7 +185,7 @@ async def test_decisions_are_about_the_newest_incarnation(client: FloeClient, ce
     assert (await moved("us-esat/NODES")).code == 2
 
     bucket = await KeyValue(client, centre.state_bucket).ensure()
-    store = StateStore(bucket, state_key("ingress", centre.target), centre.target)
+    store = StateStore(bucket, centre.target)
     await store.save(TargetState(Checkpoint(3, "t0", {CHAIN: 4}), None), 0)
     for done in (await paused("us-east/NODES"), await moved("us-east/NODES")):
         assert (done.code, "name one: us-east/NODES/0000 or us-east/NODES/0001" in done.err) == (2, True), done

@@ -18,7 +18,7 @@ from common.clock import NS_PER_S
 from common.nats.api import create_stream, query, stored_message, stream_info
 from common.nats.client import FloeClient
 from common.nats.headers import Provenance, build_block, parse_provenances, split_provenance
-from common.nats.kv import KeyValue, state_key
+from common.nats.kv import KeyValue
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from infra.oracle import archived_messages
@@ -238,7 +238,7 @@ async def test_hops_stay_if_another_process_finishes_an_intent(world: World) -> 
     info = await stream_info(world.client, target)
     bucket = await KeyValue(world.client, centre.state_bucket).ensure()
     state = TargetState(Checkpoint(0, info.created), Intent(0, (IntentPiece(ref.segment, SequenceRange(1, 5), 5),)))
-    assert await StateStore(bucket, state_key("ingress", target), target).save(state, 0)
+    assert await StateStore(bucket, target).save(state, 0)
 
     async with centre.running():
         found = await world.holds(target, 5)

@@ -22,7 +22,7 @@ from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
 from common.nats.api import create_consumer, create_stream, query, stored_message, stream_info
 from common.nats.client import FloeClient, frame
 from common.nats.headers import Provenance, split_provenance
-from common.nats.kv import KeyValue, state_key
+from common.nats.kv import KeyValue
 from common.nats.requests import ApiError
 from common.objects.local import LocalObjects
 from common.observe.monitor import Health
@@ -248,7 +248,7 @@ class Centre:
     async def state(self, client: FloeClient) -> StateStore:
         """Return the store of the target's state."""
         bucket = await KeyValue(client, self.state_bucket).ensure()
-        return StateStore(bucket, state_key("ingress", self.target), self.target)
+        return StateStore(bucket, self.target)
 
     async def carried(self, client: FloeClient, count: int, seconds: float = PATIENCE) -> list[Arrived]:
         """Return the messages of the target once it holds `count` of them."""

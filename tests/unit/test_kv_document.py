@@ -113,13 +113,13 @@ class LosingBucket(Bucket):
 @pytest.mark.parametrize("fate", ["done", "lost", "unanswered"])
 async def test_a_lost_answer_is_settled_by_reading_and_what_somebody_else_changed_is_not_overwritten(fate: str) -> None:
     first, second, rival = (TargetState(Checkpoint(0, "t0", {CHAIN: at})) for at in (5, 6, 7))
-    store = StateStore(LosingBucket(fate, "done"), "key", "FLEET")
+    store = StateStore(LosingBucket(fate, "done"), "FLEET")
     saved = await store.save(first, 0)
     assert (saved, await store.load()) == (StoredState(first, 1), saved)
     assert (await store.load()).state is first, "an unchanged state is not decoded again"
 
     for revision in (0, 1):
-        store = StateStore(LosingBucket("done", "done", fate, "done"), "key", "FLEET")
+        store = StateStore(LosingBucket("done", "done", fate, "done"), "FLEET")
         saved = [await store.save(first, 0), await store.save(second, 1)]
         assert saved == [StoredState(first, 1), StoredState(second, 2)]
         assert (await store.save(rival, revision), await store.load()) == (None, StoredState(second, 2))

@@ -282,7 +282,7 @@ async def test_messages_are_kept_under_the_name_of_the_stored_state(parked: Park
         async def get(self, key: str) -> KvEntry:
             return KvEntry(to_json("FLEET", state), 3)
 
-    await StateStore(Bucket(), "key", "FLEET", parked.adopt_state).load()  # type: ignore[arg-type]
+    await StateStore(Bucket(), "FLEET", parked.adopt_state).load()  # type: ignore[arg-type]
     left_out(parked, 4, 5)
 
     assert [name.created for name in parked.list_entries()] == ["t9", "t9+1"]
