@@ -34,6 +34,7 @@ from common.settings.service import ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop
 from ingress.recovery.delivered import DeliveredRows, as_stored
+from ingress.recovery.fill import transfer_text
 from ingress.recovery.guard import room_error, run_with_renewal
 from ingress.recovery.living import Tally
 from ingress.recovery.plan import RestoreRequest
@@ -300,9 +301,8 @@ class ExactReport:
     def lines(self) -> Iterator[str]:
         done, found = self.restored, self.restored.comparison
         request, consumers = done.plan.request, format_count(len(done.plan.consumers), "consumer")
-        rate = f"{done.rows / max(done.seconds, 0.001):,.0f} msg/s"
-        took = f"{size_words(done.bytes)} sent in {duration_words(done.seconds)}, {rate}"
-        yield f"{request.site}/{request.feed}: {format_count(done.rows, 'message')}, {took}, on {self.server}"
+        sent = transfer_text("sent", done.rows, done.bytes, done.seconds)
+        yield f"{request.site}/{request.feed}: {sent}, on {self.server}"
         if self.exit_code == 0:
             yield f"as in the archive: {found.rows_read:,} read back, state, configuration, {consumers}"
         else:
@@ -310,8 +310,7 @@ class ExactReport:
         yield from found.state_differences
         yield from found.differences.examples
         yield from self.differences
-        if found.dropped:
-            yield f"{format_count(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
+        yield from found.dropped_lines()
 
 
 class ExactDrill:

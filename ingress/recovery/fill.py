@@ -234,6 +234,12 @@ def _check_sizes(batch: pa.RecordBatch, max_payload: int) -> None:
         raise ConfigError(text, hint="raise max_payload of the server", code="E-RESTORE-PAYLOAD")
 
 
+def transfer_text(act: str, rows: int, size: int, seconds: float) -> str:
+    """Return the amount and the speed of a transfer, as text. `act`: a participle, such as `sent`; `size`: bytes."""
+    rate = f"{rows / max(seconds, 0.001):,.0f} msg/s"
+    return f"{format_count(rows, 'message')}, {size_words(size)} {act} in {duration_words(seconds)}, {rate}"
+
+
 class BackupFolder:
     """An `ArchiveSink`: the files of one backup. `request`: their configuration and state."""
 
@@ -311,9 +317,8 @@ class ExportReport:
         return {**self.plan.as_json(), **written}
 
     def lines(self) -> Iterator[str]:
-        rate = f"{self.rows / max(self.seconds, 0.001):,.0f} msg/s"
-        took = f"{size_words(self.bytes)} written in {duration_words(self.seconds)}, {rate}"
-        yield f"stream {self.plan.name}: {format_count(self.rows, 'message')}, {took}, in {self.plan.request.directory}"
+        written = transfer_text("written", self.rows, self.bytes, self.seconds)
+        yield f"stream {self.plan.name}: {written}, in {self.plan.request.directory}"
 
 
 def export_notes(plan: RestorePlan) -> Iterator[str]:

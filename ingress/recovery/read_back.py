@@ -232,6 +232,11 @@ class Comparison:
     def is_same(self) -> bool:
         return self.differences.is_empty and not self.state_differences
 
+    def dropped_lines(self) -> Iterator[str]:
+        """Yield a line about the dropped rows; none if there are none."""
+        if self.dropped:
+            yield f"{format_count(self.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
+
 
 @dataclass(frozen=True, slots=True)
 class SentRows:

@@ -34,10 +34,10 @@ from common.nats.restore_upload import ArchiveUpload
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import Settings
 from common.settings.service import NatsSettings, ServiceSettings
-from common.settings.types import duration_words, format_count, size_words
+from common.settings.types import format_count
 from common.tasks import Stop, wait_for
 from ingress.errors import is_transient
-from ingress.recovery.fill import ROW_COLUMNS, ArchiveFiller, ArchiveWork
+from ingress.recovery.fill import ROW_COLUMNS, ArchiveFiller, ArchiveWork, transfer_text
 from ingress.recovery.guard import (
     RESTORE_FAILED,
     ROOM_CODE,
@@ -126,12 +126,9 @@ class RestoreReport:
         if names := ", ".join(self.finished_consumers):
             yield f"stream {self.plan.name}: was brought back earlier; delivering again: {names}"
             return
-        rate = f"{self.rows / max(self.seconds, 0.001):,.0f} msg/s"
-        took = f"{size_words(self.bytes)} sent in {duration_words(self.seconds)}, {rate}"
-        yield f"stream {self.plan.name}: {format_count(self.rows, 'message')}, {took}"
+        yield f"stream {self.plan.name}: {transfer_text('sent', self.rows, self.bytes, self.seconds)}"
         found = self.comparison
-        if found.dropped:
-            yield f"{format_count(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
+        yield from found.dropped_lines()
         copies = f" from each of {', '.join(found.copies)}" if found.copies else ""
         if found.is_same and self.plan.request.verify == "state":
             yield "the state is as planned; no message was read back"
