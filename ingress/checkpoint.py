@@ -287,6 +287,8 @@ def merge_pieces(pieces: Sequence[IntentPiece]) -> list[IntentPiece]:
     return joined
 
 
+# Storage
+
 STATE_VERSION = 1
 _GAP = "gap"  # instead of a segment name
 _ENCODER = msgspec.json.Encoder()

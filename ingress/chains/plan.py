@@ -141,6 +141,8 @@ def decide_hole(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source
     return GapDecision(plan.hole, f"no segment within {format_duration(timeout)}", source.on_lost != "skip")
 
 
+# The search
+
 SEARCH_PAGE = 100  # segments of one level in a search
 FULL_SEARCH_PAGE = 1000  # segments that a survey lists at a time
 MAX_ABOVE = 1000  # segments above level 0 that are listed at once: for one request a store returns as many

@@ -48,6 +48,8 @@ from ingress.errors import check_targets
 
 log = get_logger(__name__)
 
+# Patterns
+
 MAX_SHOWN_FEEDS = 20  # names in a line
 
 
@@ -129,6 +131,8 @@ class PatternSources:
             log.error("feeds refused", action="feeds_refused", **context)
         return new
 
+
+# Starts
 
 START_VERSION = 1
 
@@ -236,6 +240,8 @@ class StartResolver:
 def _feed(chain: Chain) -> tuple[str, str]:
     return chain.site, chain.feed
 
+
+# Pauses
 
 PAUSES_VERSION = 1
 PAUSES_ROLE = "pauses"

@@ -15,7 +15,7 @@ import click
 from common import cli
 from common.archive.catalog import suggestion
 from common.audit import decide, decide_blocking, decision_command, given_note, operator_name
-from common.clock import format_unix
+from common.clock import SystemClock, format_time, format_unix
 from common.errors import DataError, Stopped, UsageError
 from common.exits import choices, floe_command, report_error
 from common.hints import parked_command
@@ -38,8 +38,6 @@ PARKED_COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why
 
 
 def _now() -> str:
-    from common.clock import SystemClock, format_time
-
     return format_time(int(SystemClock().now() * 1000) * 1_000_000)
 
 

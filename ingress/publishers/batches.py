@@ -31,6 +31,8 @@ from ingress.publishers.publisher import (
 )
 from ingress.rows.rows import Rows
 
+# Fast-ingest batches
+
 START, APPEND, FINAL = 0, 1, 2  # operations
 OWN_LINES = len(b"NATS/1.0\r\nNats-Expected-Last-Sequence: \r\n")  # without the digits
 MAX_FLOW_MESSAGES = 500  # messages from one acknowledgement to the next; the server allows no more
@@ -242,6 +244,8 @@ def _reason(answer: dict[str, Any]) -> UnknownOutcome:
     return UnknownOutcome(f"the server missed messages of the batch: {answer!r:.200}")
 
 
+# Atomic batches
+
 MAX_BATCH_MESSAGES = 1000  # messages of an atomic batch; the server's own limit
 MAX_BATCH_BYTES = 8 * 1024 * 1024  # bytes of an atomic batch
 BATCH_TOO_LARGE_CODE = 10199
@@ -338,6 +342,8 @@ class AtomicPublisher(BasePublisher):
         elif not self._exclusive and unclear.err_code in WRONG_LAST_SEQUENCE_CODES:
             self.batch_size = max(1 if size > SHARED_MIN_BYTES else SHARED_MIN_MESSAGES, self.batch_size // 2)
 
+
+# Choice
 
 Version = tuple[int, int, int]
 

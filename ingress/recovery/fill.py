@@ -240,6 +240,9 @@ def transfer_text(act: str, rows: int, size: int, seconds: float) -> str:
     return f"{format_count(rows, 'message')}, {size_words(size)} {act} in {duration_words(seconds)}, {rate}"
 
 
+# The export
+
+
 class BackupFolder:
     """An `ArchiveSink`: the files of one backup. `request`: their configuration and state."""
 

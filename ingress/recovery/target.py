@@ -154,6 +154,8 @@ def target_notes(
         yield f"target {name} has the name of the feed's source: if it is that, add --into-source"
 
 
+# The receipt
+
 REPLAY_ROLE = "replay"
 RECEIPT_VERSION = 1
 
