@@ -12,7 +12,7 @@ COUNTED = ("common", "egress", "ingress", "compaction", "floe.py", "pyspark_floe
 PRODUCT = (*COUNTED, "infra", "bench")
 
 # 200 files and 29,000 lines when the product was restructured. docs/decisions/2026.md has a line for each increase.
-MOST_FILES = 242
+MOST_FILES = 227
 # Lines of code by folder. A number rises only where another falls by as much in the same commit. Ten thousand chains in
 # one centre were granted 800 lines: 682 of them are in the first four folders, 115 in `bench`, which had room to 1,400.
 # Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,745 with 40 of `bench`, 15 files.
@@ -20,7 +20,7 @@ MOST_FILES = 242
 MOST_LINES = {
     "common": 14_762,
     "egress": 9_735,
-    "ingress": 13_427,
+    "ingress": 13_295,
     "compaction": 3_569,
     "floe.py": 161,
     "pyspark_floe.py": 22,
