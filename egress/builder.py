@@ -1,9 +1,11 @@
-"""Open segment of one chain: takes messages from the reader, and decides when the segment closes.
+"""Batches of received messages, and the open segment of one chain that takes them and decides when it closes.
 
-Synchronous, and called for every batch of messages: it only moves lists. It emits, in order, pieces (rows and coverage,
-for the encoder) and, after the last piece of a segment, the reason that the segment closed. An error in the middle of a
-batch leaves it torn, that is inconsistent: it then emits nothing more, and its messages are read again.
+Synchronous, and called for every batch of messages: it only moves lists. The builder emits, in order, pieces (rows and
+coverage, for the encoder) and, after the last piece of a segment, the reason that the segment closed. An error in the
+middle of a batch leaves it torn, that is inconsistent: it then emits nothing more, and its messages are read again.
 """
+
+from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
@@ -20,9 +22,63 @@ from common.archive.segment import Ledger, Message, Reason
 from common.clock import Clock
 from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
-from egress.batch import MessageBatch, count_left_out, left_out_bytes
 from egress.memory import MemoryAccount
 from egress.partition import Position
+
+# One byte for each examined message: 0 if it is kept, else the reason to leave it out.
+CODE_KEPT, CODE_LOOPED, CODE_TOO_OLD, CODE_SAMPLED_OUT = range(4)
+REASON_BY_CODE = {CODE_LOOPED: Reason.LOOPED, CODE_TOO_OLD: Reason.TOO_OLD, CODE_SAMPLED_OUT: Reason.SAMPLED_OUT}
+
+
+@dataclass(frozen=True, slots=True)
+class MessageBatch:
+    """Received messages (`examined`), one code for each (`codes`), and those with code 0, with sample keys (`kept`)."""
+
+    examined: Columns
+    codes: bytes | bytearray
+    kept: Columns
+
+    @classmethod
+    def keep_all(cls, columns: Columns) -> MessageBatch:
+        return cls(columns, bytes(len(columns)), columns)
+
+    def __len__(self) -> int:
+        return len(self.examined)
+
+    def part(self, first: int, last: int) -> MessageBatch:
+        """Return the examined messages from index `first` to `last` (exclusive)."""
+        if len(self.kept) == len(self):
+            rows = self.kept.part(first, last)
+        else:
+            begin = self.codes.count(CODE_KEPT, 0, first)
+            rows = self.kept.part(begin, begin + self.codes.count(CODE_KEPT, first, last))
+        return MessageBatch(self.examined.part(first, last), self.codes[first:last], rows)
+
+    def examined_until(self, rows: int) -> int:
+        """Count the examined messages up to the one that is kept as number `rows` (at least 1)."""
+        if len(self.kept) == len(self):
+            return rows
+        return bisect_right(self.examined.sequences, self.kept.sequences[rows - 1])
+
+
+_ONLY = {code: bytes(code == each for each in range(256)) for code in REASON_BY_CODE}  # 1 for this code, else 0
+
+
+def left_out_bytes(batch: MessageBatch) -> dict[Reason, int]:
+    """Return the raw bytes of the messages that are left out, by reason."""
+    if len(batch.kept) == len(batch):
+        return {}
+    counts = count_left_out(batch.codes)
+    if len(counts) == 1:
+        return dict.fromkeys(counts, batch.examined.raw_size - batch.kept.raw_size)
+    sizes = {REASON_BY_CODE[code]: batch.examined.select(batch.codes.translate(only)) for code, only in _ONLY.items()}
+    return {reason: sizes[reason].raw_size for reason in counts}
+
+
+def count_left_out(codes: bytes | bytearray) -> dict[Reason, int]:
+    counts = {reason: codes.count(code) for code, reason in REASON_BY_CODE.items()}
+    return {reason: count for reason, count in counts.items() if count}
+
 
 PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once
 PIECE_MESSAGES = 16_384

@@ -27,8 +27,7 @@ from common.nats.headers import ORIGINAL_HEADER, REPLAY_HEADER, SOURCE_HEADER, P
 from common.nats.pull import get_message
 from common.nats.requests import ApiError
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose_segment
-from egress.batch import CODE_LOOPED
-from egress.builder import Piece
+from egress.builder import CODE_LOOPED, Piece
 from egress.deps import PartitionDeps
 
 log = get_logger(__name__)

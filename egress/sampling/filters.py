@@ -15,8 +15,7 @@ from common.nats.headers import REPLAY_HEADER, SOURCE_HEADER, is_replayed, parse
 from common.sequences import MAX_SEQUENCE
 from egress.advisories.advisory import Advisory
 from egress.advisories.senders import AdvisorySender
-from egress.batch import CODE_LOOPED, CODE_SAMPLED_OUT, CODE_TOO_OLD, MessageBatch
-from egress.builder import SegmentBuilder
+from egress.builder import CODE_LOOPED, CODE_SAMPLED_OUT, CODE_TOO_OLD, MessageBatch, SegmentBuilder
 from egress.loops import LoopMarkers
 from egress.partition import Position
 from egress.sampling.sampler import SampledBatch, Sampler

@@ -15,8 +15,18 @@ from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
 from egress import builder as building
 from egress.advisories.advisory import Advisory, AdvisoryEvent
-from egress.batch import CODE_SAMPLED_OUT, CODE_TOO_OLD, REASON_BY_CODE, MessageBatch
-from egress.builder import ClosedBy, Emitted, Piece, SegmentBuilder, ledger_of, unread
+from egress.builder import (
+    CODE_SAMPLED_OUT,
+    CODE_TOO_OLD,
+    REASON_BY_CODE,
+    ClosedBy,
+    Emitted,
+    MessageBatch,
+    Piece,
+    SegmentBuilder,
+    ledger_of,
+    unread,
+)
 from egress.memory import MemoryBudget
 from egress.partition import Position
 from egress.sampling.filters import AdvisoryTracker, FeedFilter, SamplingStage

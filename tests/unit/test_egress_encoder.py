@@ -20,8 +20,7 @@ from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings
 from common.tasks import Stop
 from egress.acks import ReaderResetError
-from egress.batch import CODE_SAMPLED_OUT
-from egress.builder import ClosedBy, Piece
+from egress.builder import CODE_SAMPLED_OUT, ClosedBy, Piece
 from egress.encoder import MIN_BATCH_ROWS, Encoder, SegmentFile, SourceQueries
 from egress.identity import SourceStream
 from egress.memory import MemoryBudget

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from common.archive.columns import Columns
 from common.chain import Chain
 from common.nats.headers import Provenance, split_provenance
-from egress.batch import CODE_KEPT, CODE_LOOPED, CODE_SAMPLED_OUT, CODE_TOO_OLD, MessageBatch, count_left_out
+from egress.builder import CODE_KEPT, CODE_LOOPED, CODE_SAMPLED_OUT, CODE_TOO_OLD, MessageBatch, count_left_out
 from egress.loops import LoopMarkers
 from egress.sampling.filters import FeedFilter
 from egress.sampling.sampler import SampledBatch
