@@ -21,7 +21,6 @@ from common.nats.api import LIMITS, STREAM_NOT_FOUND, missing_sequences
 from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 from common.tasks import Stop
-from egress.acks import ReaderResetError
 from egress.builder import (
     MESSAGE_OVERHEAD_BYTES,
     PIECE_BYTES,
@@ -34,6 +33,7 @@ from egress.builder import (
     ledger_of,
     unread,
 )
+from egress.consumers import ReaderResetError
 from egress.deps import PartitionDeps
 from egress.evidence import IdentityCheck
 from egress.identity import SourceStream

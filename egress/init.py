@@ -10,9 +10,8 @@ from common.nats.client import FloeClient
 from common.nats.lease import new_owner
 from common.settings.root import Settings
 from egress.account import all_feeds
-from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_error
-from egress.consumers import WantedMessages, create_durable, own_durables
+from egress.consumers import ReaderResetError, WantedMessages, create_durable, own_durables
 from egress.partition import Partition, all_partitions, is_durable_of_site
 
 CREATED, EXISTS, NOT_NEEDED, REFUSED = "made", "there", "not needed", "refused"

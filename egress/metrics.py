@@ -7,8 +7,8 @@ from common.archive.keys import CAPTURES
 from common.archive.segment import Reason
 from common.leasing import HAND_OVER_REASONS
 from common.metrics import counter, counter_total, gauge, histogram
-from egress.acks import RESET_REASONS
 from egress.builder import REASON_BY_CODE, ClosedBy
+from egress.consumers import RESET_REASONS
 
 # Labels of `egress.advisories` and `egress.sampling.snapshot_store`, which import this module
 EVENTS = ("new", "timeout", "recover", "expire")

@@ -30,8 +30,14 @@ from common.nats.protocol import ConsumerError, IdleHeartbeat, ParsedReplies, Pu
 from common.sequences import SequenceRange
 from common.settings.types import size_words
 from common.tasks import cancel, record_unexpected, spawn
-from egress.acks import Acknowledger, ReaderResetError, current_consumer
-from egress.consumers import WantedMessages, delete_stray_durables, open_consumer
+from egress.consumers import (
+    Acknowledger,
+    ReaderResetError,
+    WantedMessages,
+    current_consumer,
+    delete_stray_durables,
+    open_consumer,
+)
 from egress.deps import PartitionDeps
 from egress.identity import SourceStream
 from egress.memory import MemoryAccount

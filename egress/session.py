@@ -25,9 +25,9 @@ from common.logs import get_logger
 from common.nats.api import next_message
 from common.nats.lease import Lease
 from common.tasks import Stop, StopReason, cancel, record_unexpected, report_errors
-from egress.acks import ReaderResetError, archived_ranges
 from egress.archive import Archive
 from egress.builder import ClosedBy, SegmentBuilder
+from egress.consumers import ReaderResetError, archived_ranges
 from egress.deps import PartitionDeps
 from egress.encoder import Encoder, SourceQueries
 from egress.evidence import IdentityCheck

@@ -14,8 +14,8 @@ from common.logs import get_logger
 from common.nats.lease import Lease
 from common.sequences import SequenceRange
 from common.tasks import Stop, wait_for
-from egress.acks import ReaderResetError
 from egress.archive import Archive
+from egress.consumers import ReaderResetError
 from egress.deps import PartitionDeps
 from egress.reader import Reader
 

@@ -22,7 +22,7 @@ from common.clock import NS_PER_S, Clock, parse_time, sleep_in_step
 from common.errors import FloeError
 from common.logs import get_logger
 from common.nats.api import next_message, stream_info
-from egress.acks import ReaderResetError
+from egress.consumers import ReaderResetError
 from egress.deps import PartitionDeps
 from egress.report import FeedReport
 

@@ -16,11 +16,10 @@ from common.logs import get_logger
 from common.nats.api import LIMITS
 from common.nats.lease import Lease
 from common.tasks import Stop, StopReason, cancel, raise_fatal, restart_on_error, run_until_stopped, spawn, wait_for
-from egress.acks import ReaderResetError
 from egress.advisories.advisory import check_loop, raise_if_loop
 from egress.archive import Archive, ArchiveWalks
 from egress.captures import StreamCapturer
-from egress.consumers import check_start, ensure_durable, first_sequence
+from egress.consumers import ReaderResetError, check_start, ensure_durable, first_sequence
 from egress.deps import PartitionDeps
 from egress.evidence import IdentityCheck
 from egress.handover import Handover

@@ -87,7 +87,7 @@ async def test_failed_parts_of_egress_start_again(bench: Bench, monkeypatch: pyt
         """
         feed        egress.reader:Reader._on_heartbeat          called by the connection
         feed        egress.reader:Reader.pull                   called by whoever gives memory back, too
-        feed        egress.acks:Acknowledger.acknowledge_up_to in the session
+        feed        egress.consumers:Acknowledger.acknowledge_up_to in the session
         feed        egress.session:Session._check_progress      in a side task of the session, as the next four
         feed        egress.encoder:Encoder.encode_next
         feed        egress.uploader:Uploader.put,egress.session:Session._watch_lease

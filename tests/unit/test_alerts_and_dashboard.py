@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from common.metrics import DECLARED_METRICS, REGISTRY, counter, show_zeros
-from egress.acks import RESET_REASONS
 from egress.advisories.outbox import SendResult
+from egress.consumers import RESET_REASONS
 from egress.metrics import ADVISORY_RESULTS
 from infra import dashboards
 from ingress import metrics as ingress_metrics

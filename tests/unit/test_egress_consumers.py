@@ -15,10 +15,19 @@ from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
 from common.settings.types import Range, Section, parse_duration
-from egress import acks as acknowledging
-from egress.acks import Acknowledger, ReaderResetError, archived_ranges, is_settled
 from egress.captures import are_consumers_due, captured_consumers, check_size, config_differs, deletions_differ
-from egress.consumers import WantedMessages, durable, ephemeral, filter_subjects, first_of_durable, limits_error
+from egress.consumers import (
+    Acknowledger,
+    ReaderResetError,
+    WantedMessages,
+    archived_ranges,
+    durable,
+    ephemeral,
+    filter_subjects,
+    first_of_durable,
+    is_settled,
+    limits_error,
+)
 from egress.memory import MemoryBudget
 from egress.partition import Partition, Position, is_durable_of_site, is_floe_consumer, partitions_of
 from tests.support.clock import ManualClock
@@ -245,7 +254,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     made = Server()
-    monkeypatch.setattr(acknowledging, "consumer_info", made.info)
+    monkeypatch.setattr("egress.consumers.consumer_info", made.info)
     return made
 
 

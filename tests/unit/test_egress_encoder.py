@@ -19,8 +19,8 @@ from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings
 from common.tasks import Stop
-from egress.acks import ReaderResetError
 from egress.builder import CODE_SAMPLED_OUT, ClosedBy, Piece
+from egress.consumers import ReaderResetError
 from egress.encoder import MIN_BATCH_ROWS, Encoder, SegmentFile, SourceQueries
 from egress.identity import SourceStream
 from egress.memory import MemoryBudget

@@ -12,9 +12,8 @@ from common.nats.kv import KeyValue
 from common.nats.lease import Lease
 from common.objects.port import ObjectInfo
 from common.sequences import MAX_SEQUENCE
-from egress.acks import Acknowledger
 from egress.archive import Archive
-from egress.consumers import WantedMessages
+from egress.consumers import Acknowledger, WantedMessages
 from egress.reader import Reader
 from egress.uploader import Uploader
 from tests.sim.mutants.registry import change, changing, mutant
