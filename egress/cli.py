@@ -106,7 +106,7 @@ async def import_backup(
     """
     from common.service.process import stop_on_signals
     from common.service.progress import Progress
-    from egress.context import open_context, parse_feed
+    from egress.deps import open_context, parse_feed
     from egress.importing import Backup, BackupImport, server_settings
 
     nats, backup, settings = server_settings(server), Backup.open(folder), load_settings(config, quiet=True)
@@ -137,7 +137,7 @@ async def init(config: str, as_json: bool) -> int:
     from contextlib import aclosing
 
     from common.clock import SystemClock
-    from egress.context import connect_egress
+    from egress.deps import connect_egress
     from egress.init import NOT_NEEDED, set_up
     from egress.partition import require_feeds
 

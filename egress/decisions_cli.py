@@ -16,7 +16,7 @@ from common.open import load_settings
 
 if TYPE_CHECKING:
     from common.chain import Chain
-    from egress.context import CommandContext
+    from egress.deps import CommandContext
     from egress.partition import Partition
     from egress.repartition import RepartitionPlan, RepartitionResult
     from egress.report import NewlyUnmatched
@@ -53,7 +53,7 @@ async def resolve(
              floe egress resolve -c site.yaml NODE_DATA --new-incarnation --from 1201
     """
     from egress import resolve as resolving
-    from egress.context import find_feed, open_context, parse_feed
+    from egress.deps import find_feed, open_context, parse_feed
     from egress.partition import partitions_of
 
     if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
@@ -183,7 +183,7 @@ async def repartition(config: str, what: str, dry_run: bool, yes: bool, as_json:
     Example: floe egress repartition -c site.yaml us-east/NODE_DATA
     """
     from common.service.process import stop_on_signals
-    from egress.context import find_feed, open_context, parse_feed
+    from egress.deps import find_feed, open_context, parse_feed
     from egress.repartition import Repartition
 
     settings = load_settings(config, quiet=True)

@@ -29,7 +29,7 @@ from common.settings.root import Settings
 from common.settings.types import format_count
 from common.tasks import Stop, restart_on_error, wait_for
 from egress.account import all_feeds
-from egress.context import connect_egress, find_feed, parse_feed
+from egress.deps import connect_egress, find_feed, parse_feed
 from egress.feed import PartitionFeed
 from egress.partition import all_partitions, kv_error, lease_key, partitions_of, require_feeds
 from egress.session import SessionFlush

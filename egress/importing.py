@@ -41,7 +41,7 @@ from common.settings.service import NatsSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, cancel, raise_fatal, spawn
 from egress.archive import Archive
-from egress.context import CommandContext
+from egress.deps import CommandContext
 from egress.incarnations import Incarnation, Incarnations, configured_layout, newest_incarnation
 from egress.partition import Partition
 from egress.session import ReadContext

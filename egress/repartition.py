@@ -26,7 +26,7 @@ from common.settings.egress import FeedSettings, PartitionSettings
 from common.tasks import Stop
 from egress.archive import Archive
 from egress.consumers import WantedMessages, create_durable
-from egress.context import CommandContext
+from egress.deps import CommandContext
 from egress.incarnations import Incarnation, Incarnations, configured_layout, newest_incarnation, partition_layout
 from egress.partition import Partition, accounted_until, partitions_of
 from egress.report import NewlyUnmatched, find_unmatched

@@ -15,8 +15,7 @@ from common.sequences import SequenceRange
 from egress.account_watch import matched_streams
 from egress.archive import Archive
 from egress.consumers import check_retention, check_start
-from egress.context import CommandContext
-from egress.deps import PartitionDeps
+from egress.deps import CommandContext, PartitionDeps
 from egress.evidence import IdentityCheck
 from egress.identity import (
     CODES,

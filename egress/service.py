@@ -34,8 +34,7 @@ from common.settings.root import Settings
 from common.tasks import Stop, cancel, raise_fatal, run_until_stopped, spawn, wait_for, warn_if_slow
 from egress import metrics
 from egress.account_watch import AccountWatch
-from egress.context import connect_egress, make_deps
-from egress.deps import EgressDeps, ProcessThreads, Tuning
+from egress.deps import EgressDeps, ProcessThreads, Tuning, connect_egress, make_deps
 from egress.feed import FeedSet, Runnable, run_feeds
 from egress.flush import FlushWatch
 from egress.heartbeats import ProcessHeartbeat, Reachability, SubjectHeartbeats

@@ -10,7 +10,7 @@ import pytest
 from common.archive.documents import StreamDocument
 from common.chain import Chain
 from common.nats.kv import KeyValue
-from egress import context
+from egress import deps
 from egress.identity import acceptance_key
 from egress.incarnations import Closings, HighWaterMarks
 from infra.local.nats import NatsServer
@@ -52,7 +52,7 @@ async def refused(bench: Bench, stream: str, *words: str) -> str:
 
 
 async def test_a_store_that_never_answers_fails_while_somebody_waits(bench: Bench, monkeypatch) -> None:
-    monkeypatch.setattr(context, "VIEW_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(deps, "VIEW_TIMEOUT_S", 0.2)
     stream = await bench.make_stream(unique("R"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"

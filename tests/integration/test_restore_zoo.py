@@ -20,7 +20,7 @@ from common.archive.segment import Message
 from common.clock import parse_time
 from common.nats.api import create_consumer, query, stream_info
 from common.sequences import SequenceRange
-from egress.context import open_context
+from egress.deps import open_context
 from egress.partition import partitions_of
 from egress.resolve import decide_incarnation, load_case, plan_incarnation
 from ingress.recovery.plan import RestorePlan

@@ -32,7 +32,6 @@ import common.service.process
 import compaction.merge
 import compaction.run
 import egress.archive
-import egress.context
 import egress.decisions_cli
 import egress.deps
 import ingress.chains.locate
@@ -172,7 +171,7 @@ def _unlock_cached_properties() -> None:
 def _lead_commands_here() -> None:
     """Redirect commands: they read the configuration of the world, open its store, and print into its trace."""
     replace(vars(egress.decisions_cli), "load_settings", lambda *_, **__: _opened()[0])
-    replace(vars(egress.context), "open_objects", lambda *_, **__: _opened()[1])
+    replace(vars(egress.deps), "open_objects", lambda *_, **__: _opened()[1])
     replace(vars(click), "echo", lambda text="", **_: current().note(f"printed: {text}"))
 
 
