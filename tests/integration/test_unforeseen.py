@@ -91,7 +91,7 @@ async def test_failed_parts_of_egress_start_again(bench: Bench, monkeypatch: pyt
         feed        egress.session:Session._check_progress      in a side task of the session, as the next four
         feed        egress.encoder:Encoder.encode_next
         feed        egress.uploader:Uploader.put,egress.session:Session._watch_lease
-        decisions   egress.handover:Handover.is_decided
+        decisions   egress.worker:Handover.is_decided
         walk        egress.evidence:IdentityCheck.find_position beside a session that goes on: each begins with it
         walk        egress.archive:ArchiveWalks._walk
         captures    egress.captures:StreamCapturer._capture
