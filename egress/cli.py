@@ -67,7 +67,7 @@ async def run(config: str, workers: int | None, worker: str) -> int:
     """
     from common.logs import add_fields
     from egress.partition import plan_feeds
-    from egress.workers.process import WorkerIdentity
+    from egress.workers import WorkerIdentity, run_workers
 
     reduce_memory()
     identity = WorkerIdentity.parse(worker) if worker else None
@@ -77,8 +77,6 @@ async def run(config: str, workers: int | None, worker: str) -> int:
     count = workers or settings.egress.workers
     with reload_on_hangup(config, settings, plan_feeds):
         if count > 1 and identity is None:
-            from egress.workers.supervisor import run_workers
-
             return await run_workers(config, settings, count)
         from egress.service import serve
 

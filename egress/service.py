@@ -39,7 +39,7 @@ from egress.feed import FeedSet, Runnable, run_feeds
 from egress.flush import FlushWatch
 from egress.heartbeats import ProcessHeartbeat, Reachability, SubjectHeartbeats
 from egress.partition import all_partitions, lease_key, next_feed, plan_feeds, require_feeds
-from egress.workers.process import WorkerIdentity
+from egress.workers import WorkerIdentity
 
 log = get_logger(__name__)
 

@@ -27,7 +27,7 @@ METRIC_MODULES = (
     "common.nats.client",
     "compaction.report",
     "egress.metrics",
-    "egress.workers.supervisor",
+    "egress.workers",
     "ingress.metrics",
     "ingress.recovery.living",
 )

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import Counter, Histogram
 
 from common.metrics import DECLARED_METRICS, REGISTRY
-from egress.workers.process import WorkerProcess
+from egress.workers import WorkerProcess
 from ingress.discovery.notifications import NotificationHandler
 from tests.support.basics import metric_value, soon, unique
 from tests.support.egress import SITE, Bench, connected

@@ -25,7 +25,7 @@ from common.objects.open import open_objects
 from common.settings.loader import load
 from common.settings.root import Settings, StoreSettings
 from common.settings.types import parse_duration, parse_listen
-from egress.workers.supervisor import KILL_MARGIN_S
+from egress.workers import KILL_MARGIN_S
 from infra.demo.world import SPARK_CONF
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, SharedS3, eventually, problem_of, soon, unique

@@ -26,8 +26,7 @@ from common.observe.monitor import Health
 from common.settings.service import NatsSettings
 from common.tasks import Stop, run_until_fatal
 from egress.service import service_stop
-from egress.workers.process import WorkerIdentity, WorkerProcess
-from egress.workers.supervisor import Supervisor, supervise
+from egress.workers import Supervisor, WorkerIdentity, WorkerProcess, supervise
 from infra.local.nats import NatsServer
 from ingress.discovery.notifications import follow_subject
 from ingress.operator.correct import run_scan

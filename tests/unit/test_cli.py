@@ -26,7 +26,7 @@ from common.clock import parse_time
 from common.errors import ConfigError, LeaseLost, SegmentCorrupt, Stopped, UsageError
 from common.open import load_settings
 from common.service.progress import Progress, format_share
-from egress.workers.supervisor import worker_command
+from egress.workers import worker_command
 from tests.support.basics import PATIENCE
 from tests.support.commands import Done, run_here
 from tests.support.reference import command_at, commands

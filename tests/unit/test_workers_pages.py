@@ -21,8 +21,16 @@ from common.observe import page
 from common.observe.coverage import MAX_DRAWN_RANGES, sum_coverage
 from common.observe.monitor import MAX_BEAT_AGE_S, Health, Pages
 from common.sequences import SequenceRange
-from egress.workers.pages import WorkerAnswer, WorkerPages, fetch_from_all, merge_metrics
-from egress.workers.process import WorkerIdentity, WorkerProcess, shell_exit_code, worst_exit_code
+from egress.workers import (
+    WorkerAnswer,
+    WorkerIdentity,
+    WorkerPages,
+    WorkerProcess,
+    fetch_from_all,
+    merge_metrics,
+    shell_exit_code,
+    worst_exit_code,
+)
 from tests.support.browser import bars, table_rows
 from tests.support.clock import ManualClock
 

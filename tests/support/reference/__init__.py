@@ -78,7 +78,7 @@ def short_help(words: tuple[str, ...]) -> str:
 
 METRICS_ELSEWHERE = {
     *("common.nats.client", "common.objects.port", "common.archive.store", "common.tasks"),
-    *("compaction.report", "egress.workers.supervisor", "ingress.recovery.living"),
+    *("compaction.report", "egress.workers", "ingress.recovery.living"),
 }
 
 
