@@ -16,8 +16,8 @@ from common.chain import Chain
 from common.objects.open import open_objects
 from common.settings.egress import FeedSettings
 from common.settings.root import StoreSettings
+from egress.sampling.keys import SamplingSettings
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
 from egress.sampling.snapshot_store import SnapshotStore
 

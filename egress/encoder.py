@@ -39,7 +39,7 @@ from egress.evidence import IdentityCheck
 from egress.identity import SourceStream
 from egress.loops import LoopFilter
 from egress.memory import MemoryAccount
-from egress.sampling.settings import SamplingSettings
+from egress.sampling.keys import SamplingSettings
 
 T = TypeVar("T")
 

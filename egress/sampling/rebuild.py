@@ -24,9 +24,8 @@ from common.chain import Chain
 from common.logs import get_logger
 from common.sequences import SequenceRange, Stretch, cover
 from common.subjects import matches
-from egress.sampling.key_reader import KeyReader
+from egress.sampling.keys import KeyReader, SamplingSettings
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
 
 log = get_logger(__name__)

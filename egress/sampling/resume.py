@@ -27,9 +27,9 @@ from egress.advisories.advisory import Advisory
 from egress.archive import Archive
 from egress.identity import SourceStream
 from egress.partition import Partition, Position
+from egress.sampling.keys import SamplingSettings
 from egress.sampling.rebuild import SamplerRebuild, previous_chains
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
 from egress.sampling.snapshot_store import SnapshotSelector, SnapshotStore, at_or_before, followable, rebuild_reason
 

@@ -12,9 +12,8 @@ from typing import cast
 
 from common.archive.columns import Columns
 from egress.advisories.advisory import Advisory, AdvisoryEvent
-from egress.sampling.key_reader import KeyReader
 from egress.sampling.key_table import MAX_INT64, KeyTable, Notice, SamplerState, add_capped, period_ns
-from egress.sampling.settings import SamplingSettings
+from egress.sampling.keys import KeyReader, SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)

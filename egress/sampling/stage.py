@@ -24,8 +24,8 @@ from egress.loops import LoopMarkers
 from egress.partition import Position
 from egress.report import SamplingReport
 from egress.sampling.filters import AdvisoryTracker, FeedFilter, SamplingStage
+from egress.sampling.keys import SamplingSettings
 from egress.sampling.resume import ResumedSampler
-from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
 from egress.sampling.snapshot_store import SnapshotStore, SnapshotWriter
 

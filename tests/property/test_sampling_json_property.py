@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egress.sampling.key_reader import JsonReader, key_of_json
+from egress.sampling.keys import JsonReader, key_of_json
 
 NAMES = st.sampled_from(["a", "b", "0", "1", "é", "", 'q"', "a.b"])
 SCALARS = st.one_of(

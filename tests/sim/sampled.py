@@ -8,8 +8,8 @@ from common.archive.segment import Message
 from common.chain import Chain
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import event_id, parse_advisory
+from egress.sampling.keys import SamplingSettings
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import SamplingSettings
 from tests.sim.auditor import Broken, Publication, PublisherLog
 from tests.sim.streams import StoredMessage, StreamTap
 from tests.support.sampling import columns_of

@@ -26,7 +26,7 @@ from egress.identity import SourceStream
 from egress.memory import MemoryBudget
 from egress.partition import Partition
 from egress.report import FeedReport
-from egress.sampling.settings import SamplingSettings
+from egress.sampling.keys import SamplingSettings
 from tests.support.segments import columns_of
 
 CHAIN = Chain("site", "UNIT_ENCODER")
