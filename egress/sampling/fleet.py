@@ -22,7 +22,7 @@ from common.logs import escape
 from common.open import load_settings, open_for_view
 from common.settings.types import duration_words, format_count
 from egress.advisories.advisory import AdvisoryDocument, AdvisoryEvent
-from egress.sampling.key_table import Notice, SamplerState
+from egress.sampling.sampler import Notice, SamplerState
 from egress.sampling.snapshot import Snapshot
 from egress.sampling.snapshot_store import SnapshotStore
 

@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from common.chain import Chain
 from egress.advisories.advisory import Advisory, AdvisoryEvent
-from egress.sampling.key_table import CHUNK_VALUES, MAX_INT64, Notice, SamplerState
 from egress.sampling.keys import MAX_KEY_BYTES
+from egress.sampling.sampler import CHUNK_VALUES, MAX_INT64, Notice, SamplerState
 
 #: The last character is the version.
 MAGIC = b"FLOESMP1"

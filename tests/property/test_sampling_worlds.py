@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from common.chain import Chain
 from egress.advisories.advisory import Advisory, AdvisoryEvent
-from egress.sampling.key_table import period_ns
 from egress.sampling.keys import SamplingSettings
-from egress.sampling.sampler import Sampler
+from egress.sampling.sampler import Sampler, period_ns
 from egress.sampling.snapshot import Snapshot, decode, encode
 from tests.support.sampling import SECOND, START, KnownKey, known_keys, sampling
 

@@ -22,10 +22,9 @@ from egress.archive import Archive
 from egress.deps import Pools
 from egress.identity import SourceStream
 from egress.partition import Partition, Position
-from egress.sampling.key_table import Notice, SamplerState, period_ns
 from egress.sampling.keys import SamplingSettings
 from egress.sampling.resume import ResumedSampler, SamplerResume
-from egress.sampling.sampler import Sampler
+from egress.sampling.sampler import Notice, Sampler, SamplerState, period_ns
 from egress.sampling.snapshot import Snapshot
 from egress.sampling.snapshot_store import SnapshotRef, SnapshotStore
 from tests.support.clock import ManualClock

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from egress.advisories.advisory import Advisory, AdvisoryEvent
-from egress.sampling.key_table import CHUNK_VALUES, Notice, period_ns
-from egress.sampling.sampler import SampledBatch, Sampler
+from egress.sampling.sampler import CHUNK_VALUES, Notice, SampledBatch, Sampler, period_ns
 from egress.sampling.stage import IdleClock
 from tests.support.sampling import HOUR, MINUTE, SECOND, START, batch, known_keys, sampling
 

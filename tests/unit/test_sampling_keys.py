@@ -10,8 +10,8 @@ import pytest
 
 from common.archive.columns import Columns
 from common.settings.egress import FeedSettings
-from egress.sampling.key_table import period_ns
 from egress.sampling.keys import MAX_JSON_DEPTH, KeyReader, SamplingSettings, parse_path
+from egress.sampling.sampler import period_ns
 from tests.support.sampling import HOUR, SECOND, sampling
 
 # Payloads

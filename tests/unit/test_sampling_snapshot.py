@@ -21,8 +21,7 @@ from common.errors import Unavailable
 from common.service.process import ThreadPool
 from egress.advisories.advisory import Advisory, AdvisoryEvent
 from egress.report import SamplingReport
-from egress.sampling.key_table import CHUNK_VALUES, SamplerState
-from egress.sampling.sampler import Sampler
+from egress.sampling.sampler import CHUNK_VALUES, Sampler, SamplerState
 from egress.sampling.snapshot import MAGIC, MAX_BLOCK_BYTES, Snapshot, decode, decode_frames, encode, encode_frames
 from egress.sampling.snapshot_store import SnapshotWriter
 from tests.support.basics import PATIENCE, soon
