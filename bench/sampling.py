@@ -18,8 +18,7 @@ from common.settings.egress import FeedSettings
 from common.settings.root import StoreSettings
 from egress.sampling.keys import SamplingSettings
 from egress.sampling.sampler import Sampler
-from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import SnapshotStore
+from egress.sampling.snapshot import Snapshot, SnapshotStore
 
 SENDER_COUNT = 1_000_000
 BATCH_MESSAGES = 1_000  # messages that the reader hands over at once

@@ -10,7 +10,7 @@ from common.metrics import counter, counter_total, gauge, histogram
 from egress.builder import REASON_BY_CODE, ClosedBy
 from egress.consumers import RESET_REASONS
 
-# Labels of `egress.advisories` and `egress.sampling.snapshot_store`, which import this module
+# Labels of `egress.advisories` and `egress.sampling.snapshot`, which import this module
 EVENTS = ("new", "timeout", "recover", "expire")
 ADVISORY_RESULTS = ("stored", "duplicate", "published", "unknown", "failed", "stale", "dropped")
 REBUILDS = ("settings", "damaged", "source")

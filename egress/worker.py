@@ -38,7 +38,7 @@ from egress.incarnations import Closing, Closings, End, EndDecision, Incarnation
 from egress.partition import Position
 from egress.report import watch_unmatched
 from egress.sampling.resume import ResumedSampler, SamplerResume
-from egress.sampling.snapshot_store import SnapshotStore
+from egress.sampling.snapshot import SnapshotStore
 from egress.session import ReadContext, Session, SessionFlush
 from egress.uploader import StalePositionError, UnputSegments, log_unarchived, require_lease
 from egress.watchdog import ExpiryEstimate

@@ -23,8 +23,7 @@ from common.open import load_settings, open_for_view
 from common.settings.types import duration_words, format_count
 from egress.advisories.advisory import AdvisoryDocument, AdvisoryEvent
 from egress.sampling.sampler import Notice, SamplerState
-from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import SnapshotStore
+from egress.sampling.snapshot import Snapshot, SnapshotStore
 
 if TYPE_CHECKING:
     from common.archive.store import SegmentStore

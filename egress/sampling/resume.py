@@ -30,8 +30,7 @@ from egress.partition import Partition, Position
 from egress.sampling.keys import SamplingSettings
 from egress.sampling.rebuild import SamplerRebuild, previous_chains
 from egress.sampling.sampler import Sampler
-from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import SnapshotSelector, SnapshotStore, at_or_before, followable, rebuild_reason
+from egress.sampling.snapshot import Snapshot, SnapshotSelector, SnapshotStore, at_or_before, followable, rebuild_reason
 
 log = get_logger(__name__)
 

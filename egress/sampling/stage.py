@@ -26,8 +26,7 @@ from egress.report import SamplingReport
 from egress.sampling.filters import AdvisoryTracker, FeedFilter, SamplingStage
 from egress.sampling.keys import SamplingSettings
 from egress.sampling.resume import ResumedSampler
-from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import SnapshotStore, SnapshotWriter
+from egress.sampling.snapshot import Snapshot, SnapshotStore, SnapshotWriter
 
 log = get_logger(__name__)
 

@@ -104,7 +104,7 @@ async def test_failed_parts_of_egress_start_again(bench: Bench, monkeypatch: pyt
         sharing     common.leasing:LeaseWatcher._on_member
         sharing     common.leasing:LeaseGroup._check_all
         alive       egress.heartbeats:ProcessHeartbeat._put_once
-        feed        egress.sampling.snapshot_store:SnapshotWriter._save       beside a sampled feed, as the next two
+        feed        egress.sampling.snapshot:SnapshotWriter._save       beside a sampled feed, as the next two
         feed        egress.advisories.senders:ReliableSender._step
         feed        egress.sampling.stage:IdleClock.idle_until
         """,

@@ -7,7 +7,7 @@ from common.archive.documents import SnapshotRef, newest_first
 from common.archive.keys import Layout, StateName
 from common.chain import Chain
 from compaction.tombstones import KEPT_SNAPSHOTS, outdated_snapshots
-from egress.sampling.snapshot_store import at_or_before, followable, may_match_digest, rebuild_reason
+from egress.sampling.snapshot import at_or_before, followable, may_match_digest, rebuild_reason
 
 CHAIN = Chain("us-east", "NODES")
 DIGESTS = st.sampled_from(["0" * 16, "1" * 16, "a" * 16])

@@ -25,8 +25,7 @@ from egress.partition import Partition, Position
 from egress.sampling.keys import SamplingSettings
 from egress.sampling.resume import ResumedSampler, SamplerResume
 from egress.sampling.sampler import Notice, Sampler, SamplerState, period_ns
-from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import SnapshotRef, SnapshotStore
+from egress.sampling.snapshot import Snapshot, SnapshotRef, SnapshotStore
 from tests.support.clock import ManualClock
 from tests.support.segments import write_segment
 

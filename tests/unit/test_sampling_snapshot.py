@@ -22,8 +22,16 @@ from common.service.process import ThreadPool
 from egress.advisories.advisory import Advisory, AdvisoryEvent
 from egress.report import SamplingReport
 from egress.sampling.sampler import CHUNK_VALUES, Sampler, SamplerState
-from egress.sampling.snapshot import MAGIC, MAX_BLOCK_BYTES, Snapshot, decode, decode_frames, encode, encode_frames
-from egress.sampling.snapshot_store import SnapshotWriter
+from egress.sampling.snapshot import (
+    MAGIC,
+    MAX_BLOCK_BYTES,
+    Snapshot,
+    SnapshotWriter,
+    decode,
+    decode_frames,
+    encode,
+    encode_frames,
+)
 from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.sampling import HOUR, MINUTE, SECOND, START, known_keys, sampling
