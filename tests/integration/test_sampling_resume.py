@@ -13,7 +13,7 @@ from common.sequences import SequenceRange
 from common.tasks import Stop
 from egress import metrics
 from egress.advisories.advisory import Advisory, AdvisoryEvent
-from egress.sampling import rebuild
+from egress.sampling.resume import RebuildCancelledError, SamplerRebuild
 from egress.sampling.sampler import Sampler
 from tests.support.basics import PATIENCE, counted
 from tests.support.sampling import CHAIN, FEED, SECOND, SITE, START_NS, SampledArchive, facts, fold, known_keys, sent
@@ -233,18 +233,18 @@ async def test_rows_of_the_partitions_before_count_by_the_new_filter_in_the_orde
 async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeypatch: pytest.MonkeyPatch) -> None:
     site.put(busy_log()[:300], SequenceRange(1, 300), digest="")
     reached, ended = Stop(), []
-    loop, original = asyncio.get_running_loop(), rebuild.SamplerRebuild.iter_rows
+    loop, original = asyncio.get_running_loop(), SamplerRebuild.iter_rows
 
     def read(self, source, within):  # type: ignore[no-untyped-def]
         loop.call_soon_threadsafe(reached.set)
         assert self.cancelled.wait(PATIENCE)
         try:
             yield from original(self, source, within)
-        except rebuild.RebuildCancelledError:
+        except RebuildCancelledError:
             ended.append(True)
             raise
 
-    monkeypatch.setattr(rebuild.SamplerRebuild, "iter_rows", read)
+    monkeypatch.setattr(SamplerRebuild, "iter_rows", read)
     task = asyncio.create_task(site.resume(301))
     await asyncio.wait_for(reached.wait(), PATIENCE)
     task.cancel()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.archive.scan import ChainArchive
 from common.archive.segment import Message
 from common.sequences import SequenceRange
-from egress.sampling.rebuild import SamplerRebuild
+from egress.sampling.resume import SamplerRebuild
 from tests.support.sampling import CHAIN, SECOND, SampledArchive, known_keys, sent
 
 DURATION = 100  # seconds
