@@ -2,7 +2,7 @@
 
     reader → filter → builder → encoder → uploader
 
-Encoding, uploading and a check that the stream is still the same run side by side; `egress.sampling.stage` adds the
+Encoding, uploading and a check that the stream is still the same run side by side; `egress.sampling.filters` adds the
 parts for a sampled feed. None of them is cancelled in the middle of a step: the cause that ends the session is noted,
 and each loop finishes its step and returns. So the messages that were received and not put are complete, and can still
 be put into the history that they came from.
@@ -35,9 +35,8 @@ from egress.identity import SourceStream
 from egress.incarnations import Incarnation
 from egress.partition import Position
 from egress.reader import Reader, ReaderTarget
-from egress.sampling.filters import FeedFilter, FilterStage
+from egress.sampling.filters import FeedFilter, FilterStage, SamplingSession
 from egress.sampling.resume import ResumedSampler
-from egress.sampling.stage import SamplingSession
 from egress.uploader import StalePositionError, UnputSegments, Uploader, closed_error
 from egress.watchdog import Liveness, ProgressCheck, SessionProgress
 

@@ -106,7 +106,7 @@ async def test_failed_parts_of_egress_start_again(bench: Bench, monkeypatch: pyt
         alive       egress.heartbeats:ProcessHeartbeat._put_once
         feed        egress.sampling.snapshot:SnapshotWriter._save       beside a sampled feed, as the next two
         feed        egress.advisories.senders:ReliableSender._step
-        feed        egress.sampling.stage:IdleClock.idle_until
+        feed        egress.sampling.filters:IdleClock.idle_until
         """,
     )
     tuning = replace(QUICK, intervals=replace(QUICK.intervals, walk=0.3, page=0.01, alive=0.2))

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from egress.advisories.advisory import Advisory, AdvisoryEvent
+from egress.sampling.filters import IdleClock
 from egress.sampling.sampler import CHUNK_VALUES, Notice, SampledBatch, Sampler, period_ns
-from egress.sampling.stage import IdleClock
 from tests.support.sampling import HOUR, MINUTE, SECOND, START, batch, known_keys, sampling
 
 HOW, WARN = sampling(size_trigger="1K"), 12 * MINUTE
