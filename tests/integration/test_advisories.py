@@ -20,7 +20,7 @@ from common.nats.pull import PullLimits
 from common.settings.service import NatsSettings
 from egress.advisories.advisory import Advisory, AdvisoryDocument, AdvisoryEvent
 from egress.advisories.cli import format_advisory
-from egress.advisories.outbox import find_stored_ids
+from egress.advisories.senders import find_stored_ids
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
 from tests.support.advisories import SECOND, World, new, news, now_ns, running
@@ -118,7 +118,7 @@ async def test_a_stream_that_cannot_be_read_is_read_later(world: World, monkeypa
 
 async def test_too_much_read_again_is_settled_before_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise reading would wait for room in the outbox, and room for the end of reading."""
-    monkeypatch.setattr("egress.advisories.outbox.Outbox.has_room", property(lambda outbox: len(outbox) < 100))
+    monkeypatch.setattr("egress.advisories.senders.Outbox.has_room", property(lambda outbox: len(outbox) < 100))
     sent = news(150)
     async with running(world.advisories()) as advisories:
         advisories.enqueue(sent[:120], may_be_sent=True)

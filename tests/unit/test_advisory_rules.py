@@ -12,7 +12,7 @@ from common.nats.api import StreamInfo
 from common.nats.requests import ApiError
 from common.settings.egress import FeedSettings
 from egress.advisories import advisory as advisory_module
-from egress.advisories import outbox as box
+from egress.advisories import senders
 from egress.advisories.advisory import Advisory, AdvisoryEvent, encode_ksuid, event_id, loop_error, parse_advisory
 from egress.partition import partitions_of
 from tests.support.basics import seeded
@@ -161,20 +161,20 @@ def new(value: str, at: int = 1) -> Advisory:
 
 
 def test_a_wave_holds_one_of_each_value_is_bounded_and_values_that_fail_do_not_hold_up_the_others() -> None:
-    outbox = box.Outbox()
-    outbox.add([new("0"), *(new(str(n), 2) for n in range(box.MAX_IN_FLIGHT + 10))])
+    outbox = senders.Outbox()
+    outbox.add([new("0"), *(new(str(n), 2) for n in range(senders.MAX_IN_FLIGHT + 10))])
     first = list(outbox.next_batch())
-    assert first == [new("0"), *(new(str(n), 2) for n in range(1, box.MAX_IN_FLIGHT))]
+    assert first == [new("0"), *(new(str(n), 2) for n in range(1, senders.MAX_IN_FLIGHT))]
     for advisory in first:
         outbox.requeue(advisory, doubtful=False)
 
     assert [each.value for each in outbox.next_batch()[:10]] == [
-        str(n) for n in range(box.MAX_IN_FLIGHT, box.MAX_IN_FLIGHT + 10)
+        str(n) for n in range(senders.MAX_IN_FLIGHT, senders.MAX_IN_FLIGHT + 10)
     ]
 
 
 def test_what_a_snapshot_holds_and_reading_again_finds_is_there_once_and_a_lost_answer_makes_doubtful() -> None:
-    outbox = box.Outbox()
+    outbox = senders.Outbox()
     outbox.add([new("a", 1)], doubtful=True)
     outbox.add([new("a", 1), new("a", 2)], doubtful=True)
 
@@ -185,14 +185,14 @@ def test_what_a_snapshot_holds_and_reading_again_finds_is_there_once_and_a_lost_
 
 
 def test_room_ends_before_the_limit_and_what_is_on_its_way_still_fits() -> None:
-    outbox = box.Outbox()
-    outbox.add(new(str(n)) for n in range(box.HIGH_WATER_ADVISORIES - 1))
+    outbox = senders.Outbox()
+    outbox.add(new(str(n)) for n in range(senders.HIGH_WATER_ADVISORIES - 1))
     assert outbox.has_room
     outbox.add([new("x")])
     assert not outbox.has_room
-    outbox.add(new(f"y{n}") for n in range(box.MAX_WAITING_ADVISORIES - box.HIGH_WATER_ADVISORIES))
+    outbox.add(new(f"y{n}") for n in range(senders.MAX_WAITING_ADVISORIES - senders.HIGH_WATER_ADVISORIES))
 
-    assert len(outbox) == len(outbox.pending()) == box.MAX_WAITING_ADVISORIES
+    assert len(outbox) == len(outbox.pending()) == senders.MAX_WAITING_ADVISORIES
     outbox.remove(new("x"))
     assert not outbox.has_room
 
@@ -201,7 +201,7 @@ def test_room_ends_before_the_limit_and_what_is_on_its_way_still_fits() -> None:
 def test_any_course_of_events_sends_all_in_order_for_each_value(seed: int) -> None:
     random = seeded(seed)
     found = [new(str(random.randrange(40)), at) for at in range(600)]
-    outbox, done = box.Outbox(), set[Advisory]()
+    outbox, done = senders.Outbox(), set[Advisory]()
     outbox.add(found[:300], doubtful=True)
     outbox.add(found[300:])
     while len(outbox):
@@ -243,14 +243,16 @@ ACKNOWLEDGEMENTS = [
 @pytest.mark.parametrize(("payload", "error"), ACKNOWLEDGEMENTS)
 def test_only_an_acknowledgement_of_a_stream_counts(payload: bytes, error: type[FloeError]) -> None:
     with pytest.raises(error):
-        box.parse_ack("s", payload)
-    assert box.parse_ack("s", ack(stream="A", domain="hub", seq=7)) is box.SendResult.STORED
-    assert box.parse_ack("s", ack(stream="A", seq=7, duplicate=True)) is box.SendResult.DUPLICATE
+        senders.parse_ack("s", payload)
+    assert senders.parse_ack("s", ack(stream="A", domain="hub", seq=7)) is senders.SendResult.STORED
+    assert senders.parse_ack("s", ack(stream="A", seq=7, duplicate=True)) is senders.SendResult.DUPLICATE
 
 
 @pytest.mark.parametrize(("duration", "limit"), [(HOUR, 2 * HOUR), (SECOND, 300 * SECOND)], ids=["long", "short"])
 def test_two_durations_or_a_restart_later_it_is_no_news_but_new_stays_true(duration: int, limit: int) -> None:
     now = int(ManualClock().now()) * SECOND
     for event in AdvisoryEvent:
-        late = [box.is_late(Advisory(event, "a", 0, now - gap), now, duration) for gap in (limit + 1, limit, -duration)]
+        late = [
+            senders.is_late(Advisory(event, "a", 0, now - gap), now, duration) for gap in (limit + 1, limit, -duration)
+        ]
         assert late == [event is not AdvisoryEvent.NEW, False, False]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from common.metrics import DECLARED_METRICS, REGISTRY, counter, show_zeros
-from egress.advisories.outbox import SendResult
+from egress.advisories.senders import SendResult
 from egress.consumers import RESET_REASONS
 from egress.metrics import ADVISORY_RESULTS
 from infra import dashboards

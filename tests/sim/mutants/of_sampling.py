@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from egress.advisories.outbox import Outbox
-from egress.advisories.senders import ReliableSender
+from egress.advisories.senders import Outbox, ReliableSender
 from egress.sampling.resume import ResumedSampler, SamplerResume
 from egress.sampling.sampler import Sampler
 from tests.sim.mutants.registry import change, mutant
