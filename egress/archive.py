@@ -26,8 +26,8 @@ from common.archive.writer import SpooledSegment
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, FloeError, Stopped, Unavailable
+from common.exits import believe_command
 from common.failpoints import failpoint
-from common.hints import believe_command
 from common.logs import get_logger
 from common.sequences import CoverageSet, SequenceRange, reaches
 from common.service.process import ThreadPool

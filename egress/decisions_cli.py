@@ -141,7 +141,7 @@ def _show(cases: Sequence[Case], as_json: bool) -> int:
 
 
 def _lines(case: Case) -> list[str]:
-    from common.hints import resolve_command as command
+    from common.exits import resolve_command as command
     from egress.resolve import FEED_CODES
 
     found, chain = case.as_json(), str(case.chain)

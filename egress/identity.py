@@ -29,7 +29,7 @@ from common.archive.segment import Tip
 from common.chain import Chain
 from common.documents import JsonCodec
 from common.errors import Stopped
-from common.hints import believe_command, list_command, resolve_command, restore_command
+from common.exits import believe_command, list_command, resolve_command, restore_command
 from common.nats.kv import KeyValue, KvDocument, state_key
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from egress.partition import Partition, kv_error

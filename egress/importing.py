@@ -26,9 +26,8 @@ from common.archive.scan import ChainArchive
 from common.chain import FEED_PATTERN, Chain
 from common.documents import check_depth
 from common.errors import ConfigError, DataError, FloeError, Stopped, Unavailable, UsageError
-from common.exits import choices
+from common.exits import choices, import_command
 from common.failpoints import failpoint
-from common.hints import import_command
 from common.local_server import LocalServerMaker, start_local_server
 from common.logs import get_logger
 from common.nats.api import StreamInfo, delete_stream, query, stream_info

@@ -20,9 +20,8 @@ from common.archive.documents import ChainDocument, ChainStart, ChainStore, Stre
 from common.chain import MAX_INCARNATION, Chain
 from common.documents import JsonCodec
 from common.errors import Stopped
-from common.exits import choices
+from common.exits import believe_command, choices, import_command, repartition_command, resolve_command
 from common.failpoints import failpoint
-from common.hints import believe_command, import_command, repartition_command, resolve_command
 from common.logs import get_logger
 from common.nats.api import StreamInfo
 from common.nats.kv import KeyValue, KvDocument, state_key

@@ -8,7 +8,7 @@ from typing import Any
 from common.chain import MAX_INCARNATION, Chain
 from common.clock import format_unix
 from common.errors import ConfigError, DataError, FloeError, Stopped, Unavailable, UsageError
-from common.hints import restore_command
+from common.exits import restore_command
 from common.logs import get_logger
 from common.nats.api import stream_info
 from common.sequences import SequenceRange

@@ -15,8 +15,7 @@ from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat,
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError, OutcomeUnknown, Unavailable
-from common.exits import EXIT_RETRY_LATER
-from common.hints import resolve_command
+from common.exits import EXIT_RETRY_LATER, resolve_command
 from common.nats.api import stream_info
 from common.nats.buckets import optional_leases
 from common.nats.client import connect

@@ -24,8 +24,7 @@ import msgspec
 from common.archive.keys import Layout, SegmentName
 from common.chain import Chain
 from common.errors import DataError, Stopped
-from common.exits import choices
-from common.hints import checkpoint_command
+from common.exits import checkpoint_command, choices
 from common.nats.kv import Bucket, Codec, KvDocument, state_key
 from common.sequences import SequenceRange
 

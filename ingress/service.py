@@ -11,8 +11,7 @@ from common.archive.documents import ChainStore
 from common.archive.store import SegmentStore
 from common.clock import Clock
 from common.errors import FloeError
-from common.exits import choices, floe_command
-from common.hints import checkpoint_command
+from common.exits import checkpoint_command, choices, floe_command
 from common.leasing import LeaseGroup, LeaseMetrics, group_name
 from common.logs import get_logger
 from common.metrics import show_zeros

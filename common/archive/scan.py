@@ -23,8 +23,7 @@ from common.archive.store import SegmentStore
 from common.archive.unread import StretchReader, UnreadableSegment, open_stretch, reading
 from common.chain import Chain
 from common.errors import DataError, Unavailable
-from common.exits import choices
-from common.hints import verify_command
+from common.exits import choices, verify_command
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 
 T = TypeVar("T")

@@ -11,8 +11,7 @@ from common.archive.catalog import FeedId
 from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import ConfigError, FloeError, Stopped
-from common.exits import choices
-from common.hints import checkpoint_command, position_command
+from common.exits import checkpoint_command, choices, position_command
 from common.logs import get_logger
 from common.sequences import SequenceRange, Stretch
 from common.settings.ingress import SourceSettings, TargetSettings

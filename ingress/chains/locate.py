@@ -15,8 +15,7 @@ from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Refused, Stopped, Unavailable
-from common.exits import choices
-from common.hints import position_command
+from common.exits import choices, position_command
 from common.logs import get_logger
 from common.objects.port import ObjectStore, read_store_clock
 from common.sequences import SequenceRange

@@ -12,8 +12,7 @@ from common.archive.unread import UnreadableSegment
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
-from common.exits import choices
-from common.hints import resume_command
+from common.exits import choices, resume_command
 from common.logs import get_logger
 from common.sequences import Stretch
 from common.service.process import ThreadPool

@@ -11,8 +11,7 @@ from common.archive.store import SegmentStore
 from common.archive.unread import UnreadableSegment
 from common.chain import Chain
 from common.errors import DataError, Stopped
-from common.exits import choices
-from common.hints import checkpoint_command
+from common.exits import checkpoint_command, choices
 from common.logs import get_logger
 from common.sequences import SequenceRange, Stretch
 from common.service.process import ThreadPool

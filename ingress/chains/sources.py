@@ -34,8 +34,7 @@ from common.archive.times import search
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import Stopped
-from common.exits import choices
-from common.hints import resume_command
+from common.exits import choices, resume_command
 from common.logs import get_logger
 from common.nats.buckets import open_ingress_state
 from common.nats.kv import KeyValue, KvDocument, state_key

@@ -17,8 +17,7 @@ from common.archive.catalog import suggestion
 from common.audit import decide, decide_blocking, decision_command, given_note, operator_name
 from common.clock import SystemClock, format_time, format_unix
 from common.errors import DataError, Stopped, UsageError
-from common.exits import choices, floe_command, report_error
-from common.hints import parked_command
+from common.exits import choices, floe_command, parked_command, report_error
 from common.open import load_settings, open_chains, open_for_view, open_for_work
 from common.settings.types import format_count
 

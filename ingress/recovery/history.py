@@ -34,8 +34,7 @@ from common.archive.times import search
 from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, doubling_delays, format_time, parse_time
 from common.errors import DataError, Stopped, Unavailable, UsageError
-from common.exits import choices, floe_command
-from common.hints import name_argument, verify_command
+from common.exits import choices, floe_command, name_argument, verify_command
 from common.nats.api import WORK_QUEUE
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.service.process import ThreadPool

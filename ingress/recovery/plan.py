@@ -23,7 +23,7 @@ from common.archive.captures import (
 from common.archive.segment import Reason
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
-from common.hints import option_words
+from common.exits import option_words
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX
 from common.sequences import SequenceRange
 from common.settings.types import duration_words, format_count, size_words

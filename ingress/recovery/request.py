@@ -18,8 +18,7 @@ from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import UsageError
-from common.exits import EXIT_RETRY_LATER, choices, floe_command
-from common.hints import name_argument, option_words
+from common.exits import EXIT_RETRY_LATER, choices, floe_command, name_argument, option_words
 from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.settings.types import duration_words, format_count, format_duration, is_filter, is_subject, parse_size

@@ -19,8 +19,7 @@ from common.archive.unread import UnreadableSegment, open_stretch, reading
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, SegmentCorrupt, Stopped
-from common.exits import choices
-from common.hints import verify_command
+from common.exits import choices, verify_command
 from common.nats.api import StreamInfo
 from common.sequences import SequenceRange, Stretch, cover, holes
 from common.service.process import ThreadPool

@@ -15,8 +15,7 @@ from typing import Any
 from common.archive.documents import StreamDocument
 from common.chain import Chain
 from common.errors import ConfigError, FloeError, Stopped
-from common.exits import choices
-from common.hints import checkpoint_command
+from common.exits import checkpoint_command, choices
 from common.logs import get_logger
 from common.nats.api import StreamInfo, create_stream, stream_info
 from common.nats.client import FloeClient

@@ -20,8 +20,7 @@ from common.archive.guard import MAX_MESSAGE_BYTES, MIB
 from common.archive.segment import Message, decode_subject
 from common.chain import Chain
 from common.errors import Stopped
-from common.exits import choices
-from common.hints import checkpoint_command, position_command, resume_command
+from common.exits import checkpoint_command, choices, position_command, resume_command
 from common.nats.headers import Provenance, escape_lines, parse_block
 from common.settings.ingress import SourceSettings
 from common.subjects import Transform, compile_transform, covers, matches, overlaps

@@ -18,8 +18,7 @@ from common.archive.segment import Message, decode_subject
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, OtherWriter, Stopped
-from common.exits import choices
-from common.hints import checkpoint_command
+from common.exits import checkpoint_command, choices
 from common.nats.api import STREAM_NOT_FOUND, query_message, ready_stream_info
 from common.nats.client import FloeClient
 from common.nats.headers import split_provenance

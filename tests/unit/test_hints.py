@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common import exits, hints
+from common import exits
 from common.archive import catalog, documents, scan, store
 from common.archive.segment import Tip
 from common.chain import Chain
@@ -91,7 +91,7 @@ def hint_of(call: Callable[[], object]) -> str:
 
 
 def of_targets() -> Iterator[str]:
-    yield hints.checkpoint_command("A TARGET", "--forget")
+    yield exits.checkpoint_command("A TARGET", "--forget")
     for choices in (TargetErrors("A TARGET"), ReplayTargetErrors(HINTS)):
         for finding in Finding:
             for last in (0, 7):
@@ -117,9 +117,9 @@ def of_chains() -> Iterator[str]:
         yield prepare.row_remedies(CHAIN, "A TARGET", code, 7)
         yield Recall(None, None, None, registry, None).refused_row_error(Stopped("x", code=code)).hint
     for hint in ("", "mend it"):
-        yield with_command(FloeError("x", hint=hint), hints.resume_command("A TARGET", CHAIN)).hint
-    yield from (hints.position_command("A TARGET", CHAIN, 5), hints.resume_command("A TARGET", PLAIN))
-    yield hints.resume_command("A TARGET", None)
+        yield with_command(FloeError("x", hint=hint), exits.resume_command("A TARGET", CHAIN)).hint
+    yield from (exits.position_command("A TARGET", CHAIN, 5), exits.resume_command("A TARGET", PLAIN))
+    yield exits.resume_command("A TARGET", None)
     yield errors.floor_remedy("A TARGET", CHAIN, 5)[1]
 
 
@@ -149,21 +149,21 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
     ],
     "common/archive/store.py:quarantine_command": lambda: [store.quarantine_command("a b.parquet")],
     "compaction/run.py:late_rows_remedies": lambda: [late_rows_remedies(each, HOLE) for each in (CHAIN, PLAIN)],
-    "common/hints.py:resolve_command": lambda: [
-        hints.resolve_command("IT'S", "--new-incarnation --from 3"),
-        hints.believe_command(CHAIN),
-        hints.resolve_command("-dash", "--believe-listing"),
+    "common/exits.py:resolve_command": lambda: [
+        exits.resolve_command("IT'S", "--new-incarnation --from 3"),
+        exits.believe_command(CHAIN),
+        exits.resolve_command("-dash", "--believe-listing"),
     ],
-    "common/hints.py:repartition_command": lambda: [hints.repartition_command("IT'S")],
-    "common/hints.py:restore_command": lambda: [
-        hints.restore_command(chain, elsewhere=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
+    "common/exits.py:repartition_command": lambda: [exits.repartition_command("IT'S")],
+    "common/exits.py:restore_command": lambda: [
+        exits.restore_command(chain, elsewhere=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
     ],
-    "common/hints.py:import_command": lambda: [hints.import_command("a b", each) for each in (CHAIN, PLAIN)],
-    "common/hints.py:list_command": verdicts,
-    "common/hints.py:verify_command": lambda: [hints.verify_command(str(CHAIN)), hints.verify_command("us-east/IT'S")],
-    "common/hints.py:parked_command": lambda: [hints.parked_command("A TARGET")],
-    "common/hints.py:checkpoint_command": of_targets,
-    "common/hints.py:resume_command": of_chains,
+    "common/exits.py:import_command": lambda: [exits.import_command("a b", each) for each in (CHAIN, PLAIN)],
+    "common/exits.py:list_command": verdicts,
+    "common/exits.py:verify_command": lambda: [exits.verify_command(str(CHAIN)), exits.verify_command("us-east/IT'S")],
+    "common/exits.py:parked_command": lambda: [exits.parked_command("A TARGET")],
+    "common/exits.py:checkpoint_command": of_targets,
+    "common/exits.py:resume_command": of_chains,
     "ingress/recovery/request.py:ReplayHints.command": of_replays,
     "ingress/recovery/history.py:repeat_command": lambda: [
         repeat_command(RESTORE, "--force"),
@@ -182,11 +182,8 @@ def builders() -> set[str]:
     """Return the functions of the product that call `exits.floe_command`."""
     found = set()
     for path in joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT):
-        tree = ast.parse(path.read_text())
-        imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-        if any(n.module == exits.__name__ and "floe_command" in [a.name for a in n.names] for n in imports):
-            name = str(path.relative_to(ROOT))
-            found |= {f"{name}:{function}" for function in _calling(tree, "")}
+        name = str(path.relative_to(ROOT))
+        found |= {f"{name}:{function}" for function in _calling(ast.parse(path.read_text()), "")}
     return found
 
 
