@@ -25,4 +25,4 @@ for source in common/nats/frames.c ingress/publishers/compose.c; do
   $link -O2 -fPIC -Wall -Wextra -DSOURCE_SHA256="\"$digest\"" -I"$include" "$source" -o "$module.new" ${CFLAGS:-}
   mv "$module.new" "$module"
 done
-test -n "$into" || "$python" -c 'from common.about import installed_versions; print("compiled modules in use:", installed_versions()["native"])'
+test -n "$into" || "$python" -c 'from common.cli import installed_versions; print("compiled modules in use:", installed_versions()["native"])'
