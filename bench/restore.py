@@ -38,7 +38,7 @@ from common.archive.documents import StreamDocument
 from common.archive.segment import Message
 from common.clock import SystemClock
 from common.nats.api import stream_info
-from common.nats.restore_upload import ArchiveUpload
+from common.nats.restore import ArchiveUpload
 from common.open import load_settings, open_chains
 from common.service.process import ThreadPool
 from common.service.progress import Progress

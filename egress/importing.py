@@ -28,12 +28,11 @@ from common.documents import check_depth
 from common.errors import ConfigError, DataError, FloeError, Stopped, Unavailable, UsageError
 from common.exits import choices, import_command
 from common.failpoints import failpoint
-from common.local_server import LocalServerMaker, start_local_server
 from common.logs import get_logger
 from common.nats.api import StreamInfo, delete_stream, query, stream_info
 from common.nats.client import FloeClient, connect
 from common.nats.requests import ApiError
-from common.nats.restore_upload import MESSAGE_BYTES, ArchiveUpload
+from common.nats.restore import MESSAGE_BYTES, ArchiveUpload, LocalServerMaker, start_local_server
 from common.service.progress import Progress, format_share
 from common.settings.egress import FeedSettings
 from common.settings.service import NatsSettings

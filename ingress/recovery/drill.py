@@ -19,7 +19,6 @@ from common.archive.scan import ChainArchive, Hole, Problem, Scan
 from common.clock import Clock
 from common.errors import FloeError, LeaseLost, Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices, floe_command
-from common.local_server import LocalServerMaker, start_local_server
 from common.logs import get_logger
 from common.nats.api import RESTORE_PREFIX, SCRATCH_PREFIX, create_stream, delete_stream, query, stream_info
 from common.nats.buckets import open_leases
@@ -28,6 +27,7 @@ from common.nats.kv import BucketDeleted, KeyValue, state_key
 from common.nats.lease import Leases, new_owner
 from common.nats.pull import StartAt
 from common.nats.requests import ApiError
+from common.nats.restore import LocalServerMaker, start_local_server
 from common.service.progress import Progress
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings

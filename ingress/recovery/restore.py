@@ -30,7 +30,7 @@ from common.nats.buckets import open_leases, optional_leases
 from common.nats.client import FloeClient, connect
 from common.nats.lease import new_owner
 from common.nats.requests import ApiError
-from common.nats.restore_upload import ArchiveUpload
+from common.nats.restore import ArchiveUpload
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import Settings
 from common.settings.service import NatsSettings, ServiceSettings

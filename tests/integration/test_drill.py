@@ -14,8 +14,8 @@ import pytest
 from common.archive.segment import Ledger, Reason
 from common.clock import SystemClock
 from common.errors import ConfigError, Refused, Stopped, Unavailable
-from common.local_server import LocalServerMaker
 from common.nats.api import RESTORE_PREFIX, SCRATCH_PREFIX, create_consumer, create_stream, stream_info
+from common.nats.restore import LocalServerMaker
 from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.tasks import Stop

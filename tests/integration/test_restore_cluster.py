@@ -14,7 +14,7 @@ from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer, create_stream, list_consumers, stream_info
 from common.nats.client import connect, frame
 from common.nats.pull import StartAt, scan
-from common.nats.restore_upload import ArchiveUpload
+from common.nats.restore import ArchiveUpload
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from infra.rights import ROLES, RightsNames, SubjectRights, nats_conf

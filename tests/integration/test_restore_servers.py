@@ -15,7 +15,7 @@ from common.archive.segment import Message
 from common.clock import NS_PER_S
 from common.nats.api import create_consumer, list_consumers, stream_info
 from common.nats.headers import build_block
-from common.nats.restore_upload import KEEP_ALIVE_FRAME
+from common.nats.restore import KEEP_ALIVE_FRAME
 from egress.captures import captured_consumers
 from infra.awkward import MAX_HEADERS, delete_message, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary

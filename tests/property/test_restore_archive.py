@@ -12,7 +12,7 @@ from common.archive.captures import CapturedConsumer
 from common.archive.columns import batch_of
 from common.archive.segment import Message
 from common.errors import ConfigError
-from common.nats.restore_upload import KEEP_ALIVE_FRAME
+from common.nats.restore import KEEP_ALIVE_FRAME
 from common.sequences import MAX_SEQUENCE
 from ingress.recovery.files_form import archive_writer
 from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter

@@ -14,7 +14,7 @@ from common.archive.documents import ChainDocument, ChainStore, StreamDocument
 from common.archive.store import SegmentStore
 from common.errors import FloeError, Unavailable
 from common.nats.protocol import Sink
-from common.nats.restore_upload import KEEP_ALIVE_FRAME, WINDOW_BYTES, ArchiveUpload
+from common.nats.restore import KEEP_ALIVE_FRAME, WINDOW_BYTES, ArchiveUpload
 from common.objects.port import ObjectStore
 from common.service.progress import Progress
 from common.settings.root import Settings
