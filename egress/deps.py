@@ -23,10 +23,9 @@ from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import Unavailable, UsageError
 from common.metrics import version
-from common.nats.buckets import BucketClaims, optional_leases, optional_state
 from common.nats.client import FloeClient, connect
-from common.nats.kv import KeyValue
-from common.nats.lease import Lease, Leases, format_owner, new_owner
+from common.nats.kv import BucketClaims, KeyValue, optional_state
+from common.nats.lease import Lease, Leases, format_owner, new_owner, optional_leases
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.objects.port import ObjectStore
 from common.observe.monitor import Health

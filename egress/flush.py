@@ -22,9 +22,8 @@ from common.documents import JsonCodec
 from common.errors import FloeError, Unavailable, UsageError
 from common.exits import choices, floe_command
 from common.logs import get_logger
-from common.nats.buckets import optional_leases, optional_state
-from common.nats.kv import KeyValue, KvDocument, state_key
-from common.nats.lease import new_owner
+from common.nats.kv import KeyValue, KvDocument, optional_state, state_key
+from common.nats.lease import new_owner, optional_leases
 from common.settings.root import Settings
 from common.settings.types import format_count
 from common.tasks import Stop, restart_on_error, wait_for

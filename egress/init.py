@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from common.errors import FloeError, Stopped
 from common.nats.api import INTEREST, LIMITS, StreamInfo, consumer_names, stream_info
-from common.nats.buckets import open_leases, open_state
 from common.nats.client import FloeClient
-from common.nats.lease import new_owner
+from common.nats.kv import open_state
+from common.nats.lease import new_owner, open_leases
 from common.settings.root import Settings
 from egress.account import all_feeds
 from egress.advisories.advisory import loop_error

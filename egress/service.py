@@ -18,10 +18,9 @@ from common.exits import EXIT_RETRY_LATER
 from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope, group_name
 from common.logs import flush, get_logger
 from common.metrics import show_zeros
-from common.nats.buckets import open_leases, open_state
 from common.nats.client import FloeClient
-from common.nats.kv import KeyValue, state_key
-from common.nats.lease import Leases, RenewalThread, new_owner
+from common.nats.kv import KeyValue, open_state, state_key
+from common.nats.lease import Leases, RenewalThread, new_owner, open_leases
 from common.objects.open import open_objects
 from common.objects.port import ObjectInfo, ObjectStore
 from common.objects.s3_errors import ObservedStore, without_paths

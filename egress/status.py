@@ -17,9 +17,8 @@ from common.clock import SystemClock
 from common.errors import ConfigError, DataError, OutcomeUnknown, Unavailable
 from common.exits import EXIT_RETRY_LATER, resolve_command
 from common.nats.api import stream_info
-from common.nats.buckets import optional_leases
 from common.nats.client import connect
-from common.nats.lease import format_owner, new_owner
+from common.nats.lease import format_owner, new_owner, optional_leases
 from common.observe.monitor import fetch_status
 from common.observe.observation import Observation, StatusView, ViewFormat, read_heartbeats
 from common.observe.page import parts_of

@@ -15,9 +15,9 @@ from common.exits import checkpoint_command, choices, floe_command
 from common.leasing import LeaseGroup, LeaseMetrics, group_name
 from common.logs import get_logger
 from common.metrics import show_zeros
-from common.nats.buckets import BucketClaims, open_leases, optional_state
 from common.nats.client import FloeClient, connect
-from common.nats.lease import Leases, RenewalThread, new_owner
+from common.nats.kv import BucketClaims, optional_state
+from common.nats.lease import Leases, RenewalThread, new_owner, open_leases
 from common.observe.coverage import CoverageScanner
 from common.observe.monitor import Health
 from common.service.process import ThreadPool

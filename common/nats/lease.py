@@ -15,13 +15,15 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from common.clock import Clock, sleep_in_step
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.logs import get_logger
 from common.nats.client import FloeClient
-from common.nats.kv import BucketDeleted, KeyValue
+from common.nats.kv import BucketDeleted, KeyValue, kv_replicas
+from common.settings.service import ServiceSettings
 from common.tasks import Stop, StopReason, record_unexpected
 
 log = get_logger(__name__)
@@ -274,3 +276,36 @@ class Lease:
             return False
         self._revision = entry.revision
         return True
+
+
+async def open_leases(
+    client: FloeClient,
+    settings: ServiceSettings,
+    owner: str,
+    clock: Clock,
+    *,
+    target: str = "",
+    replicas: int = 0,
+    thread: RenewalThread | None = None,
+) -> Leases:
+    """Return the leases of `owner`; create their bucket if it is missing. `target`: as in `kv_replicas`; `replicas`: of
+    a bucket that is created, for a caller that may not read the streams (0: as `kv_replicas`). `thread`: as in
+    `Leases`; it connects if it has not.
+    """
+    bucket = partial(_lease_bucket, settings=settings, target=target, replicas=replicas)
+    here = await bucket(client).ensure()
+    if thread is not None:
+        await thread.open(bucket, lambda: client.is_up)
+    return Leases(here, owner, settings.lease_ttl, clock, thread)
+
+
+def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock) -> Leases:
+    return Leases(_lease_bucket(client, settings, optional=True), owner, settings.lease_ttl, clock)
+
+
+def _lease_bucket(
+    client: FloeClient, settings: ServiceSettings, target: str = "", replicas: int = 0, optional: bool = False
+) -> KeyValue:
+    count = replicas or partial(kv_replicas, client, settings, target)
+    ttl, size = settings.lease_ttl, settings.lease_bytes
+    return KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=count, optional=optional, max_bytes=size)

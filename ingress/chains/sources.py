@@ -36,8 +36,7 @@ from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import Stopped
 from common.exits import choices, resume_command
 from common.logs import get_logger
-from common.nats.buckets import open_ingress_state
-from common.nats.kv import KeyValue, KvDocument, state_key
+from common.nats.kv import KeyValue, KvDocument, open_ingress_state, state_key
 from common.sequences import MAX_SEQUENCE
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings

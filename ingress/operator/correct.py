@@ -10,9 +10,8 @@ from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import FloeError, OtherWriter, Stopped, Unavailable, UsageError
 from common.nats.api import next_message, stream_info
-from common.nats.buckets import open_ingress_state
 from common.nats.client import FloeClient
-from common.nats.kv import KeyValue, state_key
+from common.nats.kv import KeyValue, open_ingress_state, state_key
 from common.nats.pull import for_each_message
 from common.open import open_for_view
 from common.service.process import ThreadPool

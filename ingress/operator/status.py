@@ -29,9 +29,8 @@ from common.clock import Clock, SystemClock, format_unix
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.logs import get_logger
 from common.nats.api import stream_info
-from common.nats.buckets import open_ingress_state
 from common.nats.client import FloeClient
-from common.nats.kv import KeyValue
+from common.nats.kv import KeyValue, open_ingress_state
 from common.objects.port import ObjectInfo
 from common.observe.observation import Observation, StatusView, ViewFormat, colour_state, stored_heartbeats
 from common.open import open_for_view

@@ -463,8 +463,8 @@ async def compare(
       floe compare -c central.yaml us-east/ORDERS --with target=FLEET --rate 20M/s
     """
     from common.metrics import write_textfile
-    from common.nats.buckets import optional_state
     from common.nats.client import connect
+    from common.nats.kv import optional_state
     from common.service.process import ThreadPool, stop_on_signals
     from ingress.recovery.delivered import TargetComparison
     from ingress.recovery.living import CompareReport, CompareRequest, LivingComparison, show_metrics

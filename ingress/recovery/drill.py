@@ -21,10 +21,9 @@ from common.errors import FloeError, LeaseLost, Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices, floe_command
 from common.logs import get_logger
 from common.nats.api import RESTORE_PREFIX, SCRATCH_PREFIX, create_stream, delete_stream, query, stream_info
-from common.nats.buckets import open_leases
 from common.nats.client import FloeClient
 from common.nats.kv import BucketDeleted, KeyValue, state_key
-from common.nats.lease import Leases, new_owner
+from common.nats.lease import Leases, new_owner, open_leases
 from common.nats.pull import StartAt
 from common.nats.requests import ApiError
 from common.nats.restore import LocalServerMaker, start_local_server

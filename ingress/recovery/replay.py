@@ -17,10 +17,9 @@ from common.errors import FloeError, LeaseLost, Unavailable
 from common.exits import choices
 from common.failpoints import failpoint
 from common.nats.api import StreamInfo
-from common.nats.buckets import open_leases, open_state, optional_leases
 from common.nats.client import FloeClient, connect
-from common.nats.kv import KeyValue, state_key
-from common.nats.lease import Lease, Leases, format_owner, new_owner
+from common.nats.kv import KeyValue, open_state, state_key
+from common.nats.lease import Lease, Leases, format_owner, new_owner, open_leases, optional_leases
 from common.sequences import SequenceRange, holes
 from common.service.process import ThreadPool
 from common.settings.root import Settings

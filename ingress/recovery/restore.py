@@ -26,9 +26,8 @@ from common.errors import ConfigError, FloeError, Refused, Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices
 from common.failpoints import failpoint
 from common.nats.api import INTEREST, StreamInfo, create_consumer, durable_config, durable_name_prefix, stream_info
-from common.nats.buckets import open_leases, optional_leases
 from common.nats.client import FloeClient, connect
-from common.nats.lease import new_owner
+from common.nats.lease import new_owner, open_leases, optional_leases
 from common.nats.requests import ApiError
 from common.nats.restore import ArchiveUpload
 from common.sequences import MAX_SEQUENCE, SequenceRange

@@ -17,8 +17,7 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError, Unavailable, UsageError
 from common.nats.api import stream_info
-from common.nats.buckets import kv_replicas
-from common.nats.kv import KeyValue, state_key
+from common.nats.kv import KeyValue, kv_replicas, state_key
 from common.nats.lease import Leases
 from common.sequences import SequenceRange
 from common.service.progress import Progress

@@ -18,10 +18,9 @@ from common.chain import Chain
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import ConfigError, DataError, OutcomeUnknown, Stopped, Unavailable, UsageError
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer, create_stream, list_consumers, stream_info
-from common.nats.buckets import open_leases
 from common.nats.client import connect
 from common.nats.kv import state_key
-from common.nats.lease import new_owner
+from common.nats.lease import new_owner, open_leases
 from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.local.nats import NatsServer, nats_server_binary

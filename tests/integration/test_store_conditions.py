@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from common.archive.documents import ChainDocument, ChainStore
-from common.nats.buckets import BucketClaims
 from common.nats.client import FloeClient
-from common.nats.kv import KeyValue
+from common.nats.kv import BucketClaims, KeyValue
 from ingress.chains.sources import FeedStart
 from tests.support import proxies
 from tests.support.basics import PATIENCE, SharedS3
