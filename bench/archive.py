@@ -59,9 +59,8 @@ from common.tasks import Stop
 from compaction.cli import reduce_garbage_collection
 from compaction.failures import Failure
 from compaction.merge import COMPRESSION_LEVEL, MergedSegment, merge
-from compaction.plan import Output
+from compaction.plan import Output, supersession_of_merge
 from compaction.run import Compaction, LocalRunner, Runner, Selection, merge_output
-from compaction.supersede import supersession_of_merge
 from compaction.tombstones import TombstoneStore
 from egress.archive import Archive
 from egress.deps import Pools

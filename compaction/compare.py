@@ -23,7 +23,7 @@ from common.archive.store import SegmentStore
 from common.archive.unread import UnreadableSegment, reading
 from common.errors import DataError
 from common.sequences import SequenceRange, Stretch, holes
-from compaction.supersede import SegmentCover, Supersession
+from compaction.plan import SegmentCover, Supersession
 
 IntArray = npt.NDArray[np.int64]
 pc: Any = pyarrow.compute  # its stubs do not type kernels

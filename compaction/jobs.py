@@ -25,10 +25,9 @@ from common.exits import is_verbose
 from common.open import open_store
 from common.settings.root import Settings
 from common.settings.types import duration_words, size_words
-from compaction.plan import Output
+from compaction.plan import Output, Supersession
 from compaction.run import LocalRunner
 from compaction.spark import POLL_INTERVAL_S, ItemLog, settings_of_tasks
-from compaction.supersede import Supersession
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -39,10 +39,19 @@ from common.sequences import SequenceRange, cover
 from compaction.compare import DeletionProof, prove_by_reading
 from compaction.failures import Failure, KnownFailures, noting
 from compaction.merge import MergedSegment, merge
-from compaction.plan import Block, Output, Planner, blocks, unite, unsuperseded_overlaps
+from compaction.plan import (
+    Block,
+    Output,
+    Planner,
+    Supersession,
+    blocks,
+    find_supersessions,
+    supersession_of_merge,
+    unite,
+    unsuperseded_overlaps,
+)
 from compaction.retention import Retention, RetentionReport
 from compaction.spark import ItemLog
-from compaction.supersede import Supersession, find_supersessions, supersession_of_merge
 from compaction.tombstones import TombstoneIndex, TombstoneStore, outdated_snapshots
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
 
 A tombstone is written once the rows of its superseded segments were found in the superseding ones. The grace is counted
 from then, by the store's clock. It holds no time and no host: two jobs, or a repeated job, write the same bytes under
-the same name. A tombstone is untrusted until its name, its hash and every rule of `compaction.supersede` have been
+the same name. A tombstone is untrusted until its name, its hash and every rule of `compaction.plan` have been
 checked; a damaged one is reported and never acted on.
 """
 
@@ -28,7 +28,7 @@ from common.logs import get_logger
 from common.objects.port import ObjectInfo, ObjectStore, read_store_clock
 from common.sequences import SequenceRange, holes
 from compaction.failures import Failure
-from compaction.supersede import Supersession, may_supersede
+from compaction.plan import Supersession, may_supersede
 
 log = get_logger(__name__)
 

@@ -33,9 +33,8 @@ from common.errors import DataError
 from common.sequences import CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.merge import union
-from compaction.plan import blocks
+from compaction.plan import Supersession, blocks, find_supersessions
 from compaction.run import in_parallel, late_rows_remedies
-from compaction.supersede import Supersession, find_supersessions
 
 CONCURRENT_REQUESTS = 8
 TAIL_ONLY_HINT = "only the tail names them: egress puts them soon, or its next segment corrects the tail"

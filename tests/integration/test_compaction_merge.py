@@ -12,8 +12,7 @@ from common.errors import DataError, Unavailable
 from common.sequences import SequenceRange, Stretch
 from compaction.compare import prove_by_reading
 from compaction.merge import MergedSegment, merge
-from compaction.plan import Output
-from compaction.supersede import Supersession, supersession_of_merge
+from compaction.plan import Output, Supersession, supersession_of_merge
 from tests.support.compaction import Archive, rows
 
 # Kept for ever: everything that was allocated from it refers to it.

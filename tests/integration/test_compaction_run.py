@@ -23,9 +23,8 @@ from compaction import jobs
 from compaction.compare import DeletionProof
 from compaction.failures import exit_code
 from compaction.jobs import JobRunner
-from compaction.plan import Output
+from compaction.plan import Output, supersession_of_merge
 from compaction.run import Compaction, Deletion, LocalRunner, RunReport, Selection, merge_output
-from compaction.supersede import supersession_of_merge
 from compaction.tombstones import TombstoneStore
 from tests.integration.test_compaction_cli import Site
 from tests.support.basics import seeded

@@ -11,8 +11,8 @@ from common.errors import ConfigError, Unavailable
 from common.settings.root import Settings
 from compaction import spark
 from compaction.failures import Failure
+from compaction.plan import Supersession, supersession_of_merge
 from compaction.run import Compaction, RunReport, Selection, prove_rows
-from compaction.supersede import Supersession, supersession_of_merge
 from tests.support.basics import eventually
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, begun, rows
 from tests.support.spark import SharedSpark, failing, kill_once, spark_session, wait_for_file

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from common.archive.segment import SegmentRef
 from common.sequences import holes
-from compaction.plan import Planner, blocks
+from compaction.plan import Planner, blocks, find_supersessions, may_supersede
 from compaction.run import Compaction, LocalRunner, RunReport, Selection
-from compaction.supersede import find_supersessions, may_supersede
 from compaction.tombstones import Tombstone
 from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, begun, index_of, plan, ref, refs, rows, table_of
 

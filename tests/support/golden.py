@@ -19,8 +19,7 @@ from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.sequences import SequenceRange
 from compaction.merge import merge
-from compaction.plan import Output
-from compaction.supersede import supersession_of_merge
+from compaction.plan import Output, supersession_of_merge
 from compaction.tombstones import TombstoneStore
 from tests.support.segments import batch_of, footer_of
 

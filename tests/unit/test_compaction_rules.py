@@ -14,8 +14,17 @@ from common.archive.store import SegmentRef
 from common.chain import Chain
 from common.logs import RESERVED_KEYS
 from compaction.merge import prefetch
-from compaction.plan import Output, Planner, blocks, unite, unsuperseded_overlaps
-from compaction.supersede import find_supersessions, may_supersede, supersession_of_merge, unsuperseded
+from compaction.plan import (
+    Output,
+    Planner,
+    blocks,
+    find_supersessions,
+    may_supersede,
+    supersession_of_merge,
+    unite,
+    unsuperseded,
+    unsuperseded_overlaps,
+)
 from compaction.tombstones import Tombstone, TombstoneIndex
 from tests.support.basics import PATIENCE
 from tests.support.compaction import CHAIN, LAYOUT, NOW, StoredTombstone, TestPolicy, index_of, plan, ref, table_of
