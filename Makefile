@@ -62,7 +62,7 @@ test-servers: java $(INSTALLED)  ## the tests that depend on the server, on the 
 	@bash infra/test_servers.sh $(BIN)
 
 minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go where none is found
-	@$(BIN)/python -m infra.local.minio
+	@$(BIN)/python -m infra.local.s3
 
 soak: java $(INSTALLED)  ## the fault runs at full length; ONLY=a,b runs these, STALE=1 those with changes since, SEEDS=A-B these simulated worlds, CHAINS=N FOR=SECONDS of ten_thousand_chains; writes docs/evidence/soak.json
 	@$(BIN)/python -m tests.soak $(if $(ONLY),--only "$(ONLY)") $(if $(STALE),--stale) $(if $(SEEDS),--seeds "$(SEEDS)") $(if $(CHAINS),--chains $(CHAINS)) $(if $(FOR),--seconds $(FOR))

@@ -24,7 +24,7 @@ from common.nats.client import FloeClient, connect, frame
 from common.open import load_settings, open_chains, open_store
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
-from infra.local.seaweedfs import SeaweedFS
+from infra.local.s3 import SeaweedFS
 from tests.scenarios.processes import Service
 from tests.support.basics import SharedS3
 from tests.support.segments import write_segment

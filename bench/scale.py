@@ -42,7 +42,7 @@ from common.nats.client import FloeClient
 from common.open import load_settings, open_chains, open_store
 from infra.local.nats import NatsServer
 from infra.local.process import free_port
-from infra.local.seaweedfs import SeaweedFS
+from infra.local.s3 import SeaweedFS
 from tests.scenarios.processes import Service
 from tests.support.basics import SharedS3, soon
 from tests.support.proxies import TcpProxy

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from common import exits, logs
 from common.errors import FloeError
 from infra.local.nats import NatsCluster, NatsServer
-from infra.local.seaweedfs import SeaweedFS
+from infra.local.s3 import SeaweedFS
 from tests.sim import virtual
 from tests.support import canaries, kinds
 from tests.support.basics import SharedS3, problems_of, s3_server, servers_line

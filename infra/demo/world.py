@@ -16,9 +16,9 @@ from typing import IO, Any
 import yaml
 
 from common.errors import FloeError
-from infra.local.minio import new_local_s3
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
+from infra.local.s3 import new_local_s3
 
 PROJECT_FOLDER = Path(__file__).parents[2]  # the folder of floe.py, in a checkout and when installed
 DRAIN_TIMEOUT_S = 30.0  # seconds until a drain has taken too long

@@ -13,7 +13,7 @@ import pytest
 
 from infra.local.nats import NatsServer
 from infra.local.process import free_ports, spawn
-from infra.local.seaweedfs import SeaweedFS
+from infra.local.s3 import SeaweedFS
 from tests.support.basics import PATIENCE, eventually
 
 pytestmark = [pytest.mark.servers, pytest.mark.soak]

@@ -18,7 +18,7 @@ from common.errors import Refused, Unavailable
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.settings.root import StoreSettings
-from infra.local.seaweedfs import SeaweedFS
+from infra.local.s3 import SeaweedFS
 from tests.support import canaries
 from tests.support.basics import SharedS3
 from tests.support.commands import run_here

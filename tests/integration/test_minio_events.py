@@ -16,7 +16,7 @@ from common.nats.client import FloeClient
 from common.objects.open import open_objects
 from common.settings.root import StoreSettings
 from infra.demo.world import PROJECT_FOLDER
-from infra.local.minio import MinIO, find_minio
+from infra.local.s3 import MinIO, find_minio
 from tests.integration.test_events import S3Archive, S3Centre, store_config
 from tests.support import canaries
 from tests.support.basics import PATIENCE, SharedS3, metric_value, soon, unique
@@ -93,7 +93,7 @@ async def test_a_segment_in_minio_wakes_ingress_long_before_its_poll(
 
 
 def test_make_minio_prints_settings_that_work_and_ends_with_a_signal() -> None:
-    command = [sys.executable, "-m", "infra.local.minio"]
+    command = [sys.executable, "-m", "infra.local.s3"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PROJECT_FOLDER)
     try:
         document = yaml.safe_load("".join(process.stdout.readline() for _ in range(6)))

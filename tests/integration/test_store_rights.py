@@ -31,7 +31,7 @@ from common.observe.monitor import Health
 from common.open import load_settings, open_chains, open_store
 from common.tasks import Stop
 from egress.service import EgressService
-from infra.local.seaweedfs import S3Client, SeaweedFS
+from infra.local.s3 import S3Client, SeaweedFS
 from ingress.service import Controller
 from tests.scenarios.load import make_stream, publish
 from tests.support import canaries

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from infra.local.seaweedfs import SeaweedFS
+from infra.local.s3 import SeaweedFS
 from tests.scenarios.archives import archives
 from tests.scenarios.delivery import delivered
 from tests.scenarios.delivery_forgetful import work_queue

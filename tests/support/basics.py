@@ -33,9 +33,8 @@ import shlex
 import click
 
 from floe import cli
-from infra.local.minio import MinIO, find_minio
 from infra.local.nats import nats_server_binary
-from infra.local.seaweedfs import LocalS3, SeaweedFS, find_weed
+from infra.local.s3 import LocalS3, MinIO, SeaweedFS, find_minio, find_weed
 
 T = TypeVar("T")
 

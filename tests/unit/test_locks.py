@@ -14,7 +14,7 @@ import yaml
 
 import floe
 from common.errors import ConfigError
-from infra.local import minio
+from infra.local import s3
 
 ROOT = Path(__file__).parents[2]
 SITE, ALL = ROOT / "requirements-site.lock", ROOT / "requirements.lock"
@@ -118,16 +118,16 @@ def test_minio_is_searched_from_place_to_place_and_one_line_shows_how_to_get_it(
     for variable, value in {"PATH": "path", "HOME": "home", "GOBIN": "gobin", "GOPATH": "go"}.items():
         monkeypatch.setenv(variable, str(tmp_path / value))
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "venv"))
-    assert minio.main() == 78
-    assert f"go install {minio.GO_MODULE}" in capsys.readouterr().err
+    assert s3.main() == 78
+    assert f"go install {s3.GO_MODULE}" in capsys.readouterr().err
     for folder in ("venv", "home/go/bin", "go/bin", "gobin", "path"):
         program = tmp_path / folder / "minio"
         program.parent.mkdir(parents=True)
         program.touch(0o755)
-        assert minio.find_minio() == program
+        assert s3.find_minio() == program
     for named in (tmp_path / "venv" / "minio", None):
         monkeypatch.setenv("FLOE_MINIO", str(named or ""))
-        assert minio.find_minio() == named
+        assert s3.find_minio() == named
     monkeypatch.setenv("FLOE_MINIO", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="FLOE_MINIO: expected a program"):
-        minio.find_minio()
+        s3.find_minio()
