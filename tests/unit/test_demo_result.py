@@ -10,9 +10,8 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
 from infra.demo.compare import COLUMNS, AdvisoryHistories, ArchivedChain, ChainReadings, DemoResult, worst_comparison
-from infra.demo.demo import run_demo
+from infra.demo.demo import StepView, run_demo
 from infra.demo.publish import PublishLoad
-from infra.demo.view import StepView
 from infra.oracle import OracleResult, Trace
 
 CHAIN = Chain("us-east", "NODES")
