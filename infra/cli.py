@@ -125,7 +125,7 @@ async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_jso
       floe demo --json --seed 7
     """
     from infra.demo.demo import STEP_COUNT, ConsoleView, StepView, run_demo
-    from infra.demo.publish import PublishLoad
+    from infra.demo.world import PublishLoad
 
     load, clock = PublishLoad(seconds=seconds, seed=_seed(seed), rate=rate), SystemClock()
     if as_json:

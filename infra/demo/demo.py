@@ -42,7 +42,6 @@ from infra.demo.compare import (
     run_drill,
 )
 from infra.demo.lost import LOST_SITE, SiteRestore, create_reader, lose_and_restore
-from infra.demo.publish import PublishLoad, SitePublisher
 from infra.demo.world import (
     ADVISORIES,
     SAMPLE_SECONDS,
@@ -50,7 +49,9 @@ from infra.demo.world import (
     TARGET_STREAM,
     DemoService,
     DemoWorld,
+    PublishLoad,
     Services,
+    SitePublisher,
     run_command,
 )
 from infra.fleet import describe, read_facts

@@ -11,7 +11,7 @@ from common.clock import SystemClock
 from common.errors import ConfigError
 from infra.demo.compare import COLUMNS, AdvisoryHistories, ArchivedChain, ChainReadings, DemoResult, worst_comparison
 from infra.demo.demo import StepView, run_demo
-from infra.demo.publish import PublishLoad
+from infra.demo.world import PublishLoad
 from infra.oracle import OracleResult, Trace
 
 CHAIN = Chain("us-east", "NODES")
