@@ -64,8 +64,7 @@ from compaction.run import Compaction, LocalRunner, Runner, Selection, merge_out
 from compaction.tombstones import TombstoneStore
 from egress.archive import Archive
 from egress.deps import Pools
-from infra.emulator import DEFAULT_SUBJECT
-from infra.fleet import Fleet, read_facts
+from infra.emulator import DEFAULT_SUBJECT, Fleet, read_facts
 from infra.local.nats import NatsServer
 from ingress.chains.plan import plan_from_listings
 from ingress.recovery.replay import Replay

@@ -90,8 +90,7 @@ async def emulate(
       floe emulate -c site.yaml --stream NODE_DATA --rate 0 --duration 1m --seed 7
       floe emulate -c site.yaml --nodes 1000 --connections 1000 --subscriptions 20 --listen 127.0.0.1:9470
     """
-    from infra.emulator import PublishSchedule, run_emulation
-    from infra.fleet import Sizes
+    from infra.emulator import PublishSchedule, Sizes, run_emulation
 
     is_on_command_line = click.get_current_context().get_parameter_source("config") is ParameterSource.COMMANDLINE
     settings = _nats_settings(config if is_on_command_line or not server else None, server)

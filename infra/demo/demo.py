@@ -54,7 +54,7 @@ from infra.demo.world import (
     SitePublisher,
     run_command,
 )
-from infra.fleet import describe, read_facts
+from infra.emulator import describe, read_facts
 from infra.local.nats import nats_server_binary
 from infra.oracle import Trace
 

@@ -22,8 +22,7 @@ from common.nats.api import create_stream
 from common.nats.client import FloeClient
 from common.tasks import Stop, wait_for
 from infra.awkward import AwkwardReport, publish_awkward
-from infra.emulator import Emulator, PublishSchedule
-from infra.fleet import Fleet, MachineFacts
+from infra.emulator import Emulator, Fleet, MachineFacts, PublishSchedule
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
 from infra.local.s3 import new_local_s3

@@ -17,13 +17,17 @@ from infra.emulator import (
     PING_SUBJECT,
     Connections,
     Emulator,
+    Fleet,
+    MachineFacts,
     PublishSchedule,
+    Sizes,
     check_stored,
+    describe,
     open_stream,
+    read_facts,
     serve_figures,
     subject_filter,
 )
-from infra.fleet import Fleet, MachineFacts, Sizes, describe, read_facts
 from tests.support.basics import soon, unique
 
 NOW = 1_700_000_000.0
