@@ -35,7 +35,7 @@ from common.service.process import stop_on_signals
 from common.settings.service import NatsSettings
 from common.settings.types import format_duration, is_subject
 from common.tasks import Stop, wait_for
-from infra.acked import AckedPublisher, PublishCounts
+from infra.publish import AckedPublisher, PublishCounts
 
 MAX_PACKAGES = 1500
 MAX_MOUNTS = 40

@@ -21,11 +21,11 @@ from common.errors import FloeError
 from common.nats.api import create_stream
 from common.nats.client import FloeClient
 from common.tasks import Stop, wait_for
-from infra.awkward import AwkwardReport, publish_awkward
 from infra.emulator import Emulator, Fleet, MachineFacts, PublishSchedule
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
 from infra.local.s3 import new_local_s3
+from infra.publish import AwkwardReport, publish_awkward
 
 PROJECT_FOLDER = Path(__file__).parents[2]  # the folder of floe.py, in a checkout and when installed
 DRAIN_TIMEOUT_S = 30.0  # seconds until a drain has taken too long

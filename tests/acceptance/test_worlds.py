@@ -15,9 +15,8 @@ import pytest
 from common.nats.api import create_stream, stream_info
 from common.nats.client import FloeClient
 from common.open import load_settings, open_chains
-from infra.acked import AckedPublisher
-from infra.awkward import publish_awkward
 from infra.local.nats import NatsServer
+from infra.publish import AckedPublisher, publish_awkward
 from tests.scenarios.judge import judged
 from tests.scenarios.world import World
 from tests.support.basics import SharedS3, seeded, soon

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from common.errors import FloeError
 from common.nats.api import stream_info
-from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster, nats_server_binary
+from infra.publish import AckedPublisher
 from tests.support.basics import soon
 from tests.support.egress import Bench, connected
 from tests.support.servers import placing

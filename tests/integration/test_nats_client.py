@@ -13,8 +13,8 @@ from common.nats.api import create_consumer, create_stream, stream_info
 from common.nats.client import ApiError, FloeClient, frame
 from common.nats.headers import Provenance
 from common.nats.pull import get_message
-from infra.awkward import KINDS, REQUIRED_SETTINGS, publish_awkward
 from infra.local.nats import NatsServer
+from infra.publish import KINDS, REQUIRED_SETTINGS, publish_awkward
 from tests.support.basics import PATIENCE, AckReply, parse_ack, seeded, soon, unique
 from tests.support.ingress import client_of
 from tests.support.servers import place

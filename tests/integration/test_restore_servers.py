@@ -17,8 +17,8 @@ from common.nats.api import create_consumer, list_consumers, stream_info
 from common.nats.headers import build_block
 from common.nats.restore import KEEP_ALIVE_FRAME
 from egress.captures import captured_consumers
-from infra.awkward import MAX_HEADERS, delete_message, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
+from infra.publish import MAX_HEADERS, delete_message, publish_awkward
 from ingress.recovery.files_form import archive_writer
 from ingress.recovery.stream_archive import ArchiveWriter, restorable_consumers
 from tests.support import restoring as back

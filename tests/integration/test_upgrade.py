@@ -14,8 +14,8 @@ import yaml
 from common.chain import Chain
 from common.nats.api import create_stream, stream_info
 from common.nats.client import FloeClient
-from infra.awkward import DELETED_SHARE, publish_awkward
 from infra.oracle import prefix_subject, read_source_trace, read_target_traces
+from infra.publish import DELETED_SHARE, publish_awkward
 from tests.scenarios.processes import ROOT, Service
 from tests.support.basics import soon, unique
 from tests.support.commands import run_floe

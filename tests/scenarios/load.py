@@ -4,7 +4,7 @@ import random
 
 from common.nats.api import create_stream
 from common.nats.client import FloeClient
-from infra.acked import AckedPublisher
+from infra.publish import AckedPublisher
 
 HEADERS = (None, b"NATS/1.0\r\nA: 1\r\nA: 2\r\n\r\n", b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n", b"NATS/1.0\r\n\r\n")
 

@@ -13,7 +13,7 @@ from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import Stop
 from egress.captures import captured_consumers
-from infra.awkward import delete_message, publish_awkward
+from infra.publish import delete_message, publish_awkward
 from ingress.recovery.plan import RestorePlan, RestoreRequest
 from ingress.recovery.read_back import AtRest
 from ingress.recovery.request import RecoveryParts
