@@ -13,17 +13,14 @@ from bench.scale import BENCHES as SCALE
 BENCHES: list[Bench] = [*EGRESS, *SAMPLING, *INGRESS, *ARCHIVE, *RESTORE, *SCALE]
 
 
-def _names() -> str:
-    return ", ".join(bench.name for bench in BENCHES)
-
-
 @click.command()
 @click.option("--only", default="", metavar="PREFIX", help="Run only those with names that begin so.")
 def main(only: str) -> None:
     """Measure speed and memory beside their floors. Example: python -m bench --only egress.unsampled"""
     done = []
     if not (chosen := [bench for bench in BENCHES if bench.name.startswith(only)]):
-        raise click.BadParameter(f"expected the beginning of a name, found {only}; there are {_names()}")
+        names = ", ".join(bench.name for bench in BENCHES)
+        raise click.BadParameter(f"expected the beginning of a name, found {only}; there are {names}")
     for bench in chosen:
         click.echo(f"measuring {bench.name} …", err=True)
         done.append((bench, bench.run()))

@@ -35,8 +35,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb, run_in_child
-from bench.place import payloads
+from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb, payloads, run_in_child
 from common.archive.columns import record_batch
 from common.archive.documents import ChainDocument, ChainStore, StreamDocument
 from common.archive.keys import Layout, SegmentName

@@ -4,18 +4,22 @@ import time
 from functools import partial
 from pathlib import Path
 
-from bench.harness import Bench, BenchResult, measure_paired, memory_mb
-from bench.place import (
+from uvloop import run
+
+from bench.harness import (
     CHAIN,
     STREAM,
+    Bench,
     BenchEnvironment,
+    BenchResult,
     archived_end,
     bench_environment,
     documents,
     fill_stream,
+    measure_paired,
     measure_raw_read,
+    memory_mb,
     open_bench_store,
-    run,
     wait_until,
 )
 from tests.scenarios.processes import Service

@@ -10,22 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from uvloop import run
 
-from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb
-from bench.place import (
+from bench.harness import (
+    REPEATS,
     STREAM,
     TARGET,
+    Bench,
     BenchEnvironment,
+    BenchResult,
     archive_chain,
     archived_end,
     bench_environment,
     connect_bench,
     fill_stream,
+    measure_paired,
     measure_raw_atomic,
     measure_raw_fast,
+    memory_mb,
     open_bench_store,
     payloads,
-    run,
     wait_until,
 )
 from common.archive.documents import StreamDocument

@@ -18,20 +18,24 @@ from timeit import timeit
 from typing import Any
 
 import pyarrow as pa
+from uvloop import run
 
-from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb
-from bench.place import (
+from bench.harness import (
     CHAIN,
+    REPEATS,
     STREAM,
+    Bench,
     BenchEnvironment,
+    BenchResult,
     archive_chain,
     bench_environment,
     connect_bench,
     documents,
     fill_stream,
+    measure_paired,
     measure_raw_read,
+    memory_mb,
     open_bench_store,
-    run,
 )
 from common.archive.columns import record_batch
 from common.archive.documents import StreamDocument

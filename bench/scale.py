@@ -29,9 +29,9 @@ from functools import cache, partial
 from pathlib import Path
 
 import yaml
+from uvloop import run
 
-from bench.harness import Bench, BenchResult, memory_mb
-from bench.place import connect_bench, run
+from bench.harness import Bench, BenchResult, connect_bench, memory_mb
 from common.archive.documents import ChainDocument, ChainStore, StreamDocument
 from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
 from common.archive.segment import Message

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.place import connect_bench
+from bench.harness import connect_bench
 from bench.scale import MOVING_SHARE, START_TIMEOUT_S, feeds_config
 from common.chain import Chain
 from common.nats.api import create_stream

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.place import connect_bench
+from bench.harness import connect_bench
 from bench.scale import MOVING_SHARE, START_TIMEOUT_S, ChainFleet, count_stored
 from common.archive.segment import Message
 from common.chain import Chain
