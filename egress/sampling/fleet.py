@@ -164,7 +164,7 @@ async def fleet(
     Examples:
       floe fleet -c central.yaml --silent
       floe fleet -c site.yaml us-east/NODE_DATA --value 'node-1[0-9]'
-      floe fleet -c central.yaml us-east --advisories NODE_DATA_ADVISORIES --json
+      floe fleet -c central.yaml us-east --advisories CENTRAL_ADVISORIES --json
     """
     from common.archive.catalog import select_chains
 
