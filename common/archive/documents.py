@@ -346,8 +346,8 @@ def expect_range(name: str, value: int, least: int, most: int) -> None:
 
 
 HOLE_HINT = (
-    "the source may still hold them: egress at the site checks within six hours, and immediately after a "
-    "restart; otherwise put the segment back"
+    "the source may still hold them: egress at the site checks at each start and every six hours; start it if it is "
+    "down, or restart it to check now; otherwise put the segment back"
 )
 MAX_TEXT_CHARS = 1000  # characters of a note and of a name
 

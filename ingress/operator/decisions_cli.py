@@ -122,8 +122,8 @@ def gap_accept(
 ) -> None:
     """Accept a gap of sequences that no segment covers: every target continues after it, within a minute.
 
-    The last resort: the source may still hold them. Egress at the site checks within six hours, and at once
-    when it is started again; the segments that it archives fill the hole.
+    The last resort: the source may still hold them. Egress at the site checks at each start and every six hours;
+    the segments that it archives fill the hole.
 
     Segments that arrive before a target has passed the gap are delivered all the same; later ones are reported.
     Refused if a sound segment covers a part. Without an incarnation the newest is meant, unless an older one

@@ -178,7 +178,7 @@ async def test_a_lost_range_is_accepted_and_its_late_rows_are_counted_and_not_ca
         listed = (await floe("gap", "ls", "-c", str(centre.write()), "--json")).json()
         assert [(g["first"], g["last"], g["behind"], g["accepted"]) for g in listed] == [(11, 20, "21..30", "no")]
         # Accepting the gap comes last, on a line of its own, and asks.
-        remedies = r"the source may still hold them: .* put the segment back; .*\nfloe gap accept [^\n]*$"
+        remedies = r"the source may .*; start it if it is down, .* put the segment back; .*\nfloe gap accept [^\n]*$"
         assert re.match(remedies, found["hint"])
         assert "--yes" not in found["hint"]
         await paste(centre, found["hint"], "gap accept")
