@@ -37,8 +37,9 @@ from common.service.process import ThreadPool
 from common.service.progress import format_share
 from common.tasks import Stop, wait_for
 from ingress.recovery.history import selects_rows
+from ingress.recovery.ranges import ArchivedSpan, check_overlap
 from ingress.recovery.read_back import MAX_EXAMPLES, Differences, digest_block, fingerprint, normalize, stream_info_json
-from ingress.recovery.request import Pace, RecoveryParts
+from ingress.recovery.request import Pace, RecoveryParts, ReplayRequest
 
 #: Sequences that are compared and recorded at a time; memory is 8 bytes for each that the stream does not hold.
 RECORDED_SEQUENCES = 5_000_000
@@ -274,14 +275,15 @@ class LivingComparison:
         self._client, self._threads = client, threads
         self._store, self._documents, self._clock, self._progress = parts
         self._notes: list[str] = []
+        self._archived: list[ArchivedSpan] = []
         self._pace: Pace | None = None
         self._copy = ""
 
     async def run(self, request: CompareRequest, stop: Stop) -> CompareReport:
         """Compare until the end, or until `stop` is set.
 
-        Raises UsageError for an unknown chain, Stopped for a stream that cannot be compared, DataError, and the errors
-        of the servers.
+        Raises UsageError for an unknown chain, and for bounds before or after the whole archive; Stopped for a stream
+        that cannot be compared, DataError, and the errors of the servers.
         """
         named = (request.site, request.feed, request.incarnation, request.partition)
         feed = "/".join(str(each) for each in named if each is not None)
@@ -291,6 +293,10 @@ class LivingComparison:
         for server in await self._servers(info, request.mode):
             found = [await self._compare_chain(chain, info, server, request, stop) for chain in chains]
             copies += [each for each in found if each is not None]
+        if not copies:
+            first, last = request.first, request.last
+            bounds = ReplayRequest(request.site, request.feed, "", from_sequence=first, to_sequence=last)
+            check_overlap(bounds, (None, None), self._archived, ())
         return CompareReport(feed, info.name, tuple(copies), (*dict.fromkeys(self._notes),), finished=not stop.is_set)
 
     async def _open(self, chain: Chain) -> StreamInfo:
@@ -365,7 +371,9 @@ class LivingComparison:
         ended, tail = self._documents.read_end(chain), self._documents.read_tail(chain) or 0
         archive = ChainArchive.listed(self._store, chain)
         end = max(archive.end, tail) if ended is None else ended
-        first, last = self._span(chain, first_sequence(self._documents, chain), end)
+        first = first_sequence(self._documents, chain)
+        self._archived += [ArchivedSpan(chain, SequenceRange(first, end))] if first <= end else []
+        first, last = self._span(chain, first, end)
         low, high = max(first, request.first or 1), min(max(end, last), request.last or MAX_SEQUENCE)
         self._excused = self._given_up(chain, 1)
         return first, min(last, high), archive.holes(SequenceRange(low, high), self._excused) if low <= high else []

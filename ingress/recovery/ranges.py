@@ -228,7 +228,7 @@ def check_overlap(
         bounds = request.bounds("from_sequence", "from_time", "since", "to_sequence", "to_time", "until")
         raise UsageError(
             f"{bounds}: expected a range that meets the archive of {_archive_text(archive)}",
-            hint="; ".join([*deleted_notes, "check the dates and the zone; without bounds everything is replayed"]),
+            hint="; ".join([*deleted_notes, "check the dates and the zone; without bounds everything is taken"]),
         )
 
 

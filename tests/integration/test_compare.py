@@ -14,7 +14,7 @@ from common.archive.documents import AcceptedGap
 from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import Stopped
+from common.errors import Stopped, UsageError
 from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from common.nats.headers import Provenance, build_block
@@ -162,6 +162,8 @@ async def test_a_comparison_goes_on_where_the_last_one_found_all_equal(bench: Be
     await bench.freeze({"stream": stream})
     assert counts(await compared(bench, stream, last=50)) == [(50, 0, 0, 0, 0, 0)]
     assert counts(await compared(bench, stream, first=80)) == [(21, 0, 0, 0, 0, 0)]
+    with pytest.raises(UsageError, match=r"--from-sequence 101: expected a range that meets .*: sequences 1 to 100"):
+        await compared(bench, stream, first=101)
     report = await compared(bench, stream, since_last=True)
     assert (counts(report), report.copies[0].rows) == ([(50, 0, 0, 0, 0, 0)], SequenceRange(51, 100))
     report = await compared(bench, stream, since_last=True)
