@@ -189,7 +189,9 @@ class Checkpoint:
     `target_created` distinguishes this target from another of the same name. A chain without a position has not begun.
     `foreign_upto`: messages at or below this target sequence existed before Floe, or an operator accepted them; Floe
     need not have published them. `last_message`: the message at `target_sequence`; None if it is not known. `parked`:
-    None if no repeat was ever ordered and the stream is the first one.
+    None if no repeat was ever ordered and the stream is the first one. `writers`: random names of the last deliveries
+    of this centre, the newest first, by which it recognises its positions in the bucket; empty: those that are there
+    are taken over, because an operator decided about the state, or it is older than these names.
     """
 
     target_sequence: int
@@ -198,6 +200,7 @@ class Checkpoint:
     foreign_upto: int = 0
     last_message: LastMessage | None = None
     parked: ParkedNames | None = None
+    writers: tuple[str, ...] = ()
 
     @property
     def parked_names(self) -> ParkedNames:
@@ -306,6 +309,7 @@ def to_json(target: str, state: TargetState) -> bytes:
         **({"begins": checkpoint.foreign_upto} if checkpoint.foreign_upto else {}),
         **({"ending": [str(ending.chain), ending.rows.first, ending.rows.last]} if ending else {}),
         **({"parked": [parked.created, *repeats]} if parked else {}),
+        **({"writers": checkpoint.writers} if checkpoint.writers else {}),
     }
     with suppress(UnicodeEncodeError):  # half of a surrogate pair, in a name
         if (raw := _ENCODER.encode(document)).isascii():
@@ -357,7 +361,8 @@ def _checkpoint(document: dict[str, Any]) -> Checkpoint:
     begins = _count(document.get("begins", 0), "begins")
     ending, parked = _ending(document.get("ending")), _parked(document.get("parked"))
     at = _count(document["target_sequence"], "target_sequence")
-    return Checkpoint(at, created, ChainPositions.of(positions), begins, ending, parked)
+    writers = tuple(map(str, document.get("writers", ())))
+    return Checkpoint(at, created, ChainPositions.of(positions), begins, ending, parked, writers)
 
 
 def _parked(document: Any) -> ParkedNames | None:

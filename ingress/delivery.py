@@ -52,6 +52,8 @@ TARGET_CHECK_INTERVAL_S = 30.0  # seconds between two reads of the target while 
 
 # Writes that must be durable before an intent is closed, when all of its rows are stored.
 BeforeClose = Callable[[Intent], Awaitable[None]]
+# Returns `Checkpoint.writers` for a delivery that begins with a state; empty: not known yet.
+NameWriters = Callable[[StoredState], Awaitable[tuple[str, ...]]]
 
 
 class RowSource(Protocol):
@@ -110,7 +112,8 @@ class Delivery:
 
     `is_settled`: True once target and state have agreed since this began. `trouble`: the reason why nothing is stored
     at the moment; empty without trouble. `sending_times`: for each chain in the rows that were sent last, the time at
-    which its first message was published at the source, in seconds since 1970.
+    which its first message was published at the source, in seconds since 1970. `name_writers`: called before the first
+    rows, and again after another writer changed the state; None: nobody else reads its positions.
     """
 
     def __init__(
@@ -128,7 +131,13 @@ class Delivery:
         self.sending_times: Mapping[Chain, float] = {}
         self._store, self._reconciler, self._publisher, self._limits = store, reconciler, publisher, limits
         self._source, self._clock, self._before_close = source, clock, before_close
+        self.name_writers: NameWriters | None = None
+        self._writers: tuple[str, ...] = ()
         self._stored, self._target_read_at = StoredState(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
+
+    @property
+    def stored(self) -> StoredState:
+        return self._stored
 
     @property
     def state(self) -> TargetState:
@@ -182,7 +191,7 @@ class Delivery:
         )
 
     def _adopt(self, stored: StoredState) -> None:
-        self._stored = stored
+        self._stored, self._writers = stored, ()
         behind = self.state
         if behind.intent is not None:
             metrics.intents.labels(self.target, "taken_over").inc()
@@ -194,6 +203,8 @@ class Delivery:
 
     async def _take(self, stop: Stop) -> Rows | None:
         """Return ready rows, None if `stop` is set. Raises StateChanged if the state is corrected while it waits."""
+        if self.name_writers is not None and not self._writers:
+            self._writers = await self.name_writers(self._stored)
         # Check it first: with a backlog, rows are always ready and taking them never waits.
         while not stop.is_set:
             if (rows := await self._source.take(stop, STATE_CHECK_INTERVAL_S)) is not None:
@@ -319,7 +330,9 @@ class Delivery:
 
     def _open_intent(self, rows: Rows, base: int) -> TargetState:
         try:
-            return open_intent(self.state, rows.pieces(), base, is_shared=self._reconciler.is_shared)
+            checkpoint = replace(self.state.checkpoint, writers=self._writers or self.state.checkpoint.writers)
+            state = replace(self.state, checkpoint=checkpoint)
+            return open_intent(state, rows.pieces(), base, is_shared=self._reconciler.is_shared)
         except StateConflict as error:
             error.hint = choices(("a defect: keep the log; ingress retries by itself; see", floe_command("status")))
             raise

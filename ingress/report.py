@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -11,8 +12,9 @@ from typing import Any
 
 from common.archive.documents import ChainStore, TargetPositions
 from common.chain import Chain
-from common.clock import Clock
-from common.errors import FloeError
+from common.clock import Clock, format_unix
+from common.errors import DataError, FloeError, Stopped
+from common.exits import checkpoint_command, choices
 from common.logs import get_logger
 from common.metrics import ScrapedValues, remove_series, show_zeros
 from common.nats.lease import format_owner
@@ -22,7 +24,7 @@ from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import Phase
 from ingress.chains.prefetch import Prefetcher
-from ingress.checkpoint import Intent
+from ingress.checkpoint import Intent, StoredState
 from ingress.delivery import Delivery
 from ingress.discovery.sites import Heartbeats, interleave_by_site
 from ingress.rows.rows import Block, Rows
@@ -414,21 +416,24 @@ POSITIONS_CHECK_INTERVAL_S = 1.0  # seconds between two checks for a change
 class PositionsWriter:
     """Writer of one target's `positions.json`. Nothing waits for it: delivery continues if the store refuses it.
 
-    `positions`: of the last closed checkpoint; None while it is unconfirmed. `sources`: the `site/feed` pairs that may
-    flow into the target. `stopped`: the reason of each stopped chain.
+    `stored`: the state with the last closed checkpoint; None while it is unconfirmed, and without the lease. `sources`:
+    the `site/feed` pairs that may flow into the target. `stopped`: the reason of each stopped chain.
+
+    Every method raises Stopped (E-TARGET-TWICE) if another centre delivers into a target of this name: retention would
+    delete by the positions of one what the other still needs.
     """
 
     def __init__(
         self,
         target: str,
         sources: Callable[[], tuple[str, ...]],
-        positions: Callable[[], Mapping[Chain, int] | None],
+        stored: Callable[[], StoredState | None],
         stopped: Callable[[], Mapping[Chain, str]],
         documents: ChainStore,
         threads: ThreadPool,
         clock: Clock,
     ) -> None:
-        self._target, self._sources, self._positions, self._stopped = target, sources, positions, stopped
+        self._target, self._sources, self._stored, self._stopped = target, sources, stored, stopped
         self._documents, self._threads, self._clock = documents, threads, clock
         self._put = TargetPositions(target, 0.0)  # at the last write
         self._compared: Mapping[Chain, int] | None = None  # with `_put`: no chain was moved back
@@ -440,10 +445,40 @@ class PositionsWriter:
             await self._clock.sleep(POSITIONS_CHECK_INTERVAL_S)
 
     async def write_if_due(self) -> None:
-        positions, now = self._positions(), self._clock.monotonic()
-        if positions is not None and self._is_due(positions, now):
+        stored, now = self._stored(), self._clock.monotonic()
+        if stored is not None and self._is_due(stored.existing.checkpoint.positions, now):
             self._tried_at = now
-            await self._write(dict(positions))
+            await self._write(stored)
+
+    async def name_writers(self, stored: StoredState) -> tuple[str, ...]:
+        """Return `Checkpoint.writers` for a delivery that begins with `stored`; empty if the store does not answer."""
+        try:
+            found = await self._find_writer(stored)
+        except Stopped:
+            raise
+        except FloeError:
+            return ()
+        return tuple(filter(None, (secrets.token_hex(8), found, *stored.existing.checkpoint.writers[:1])))
+
+    async def _find_writer(self, stored: StoredState) -> str:
+        """Return the writer of the positions in the bucket; empty if any centre may replace them."""
+        try:
+            found = await self._threads.run(self._documents.read_positions, self._target)
+        except DataError:  # damaged: the next write repairs it
+            return ""
+        known, has_state = stored.existing.checkpoint.writers, stored.revision > 0
+        if found is None or found.writer in ("", *known) or (has_state and not known):
+            return found.writer if found else ""
+        command = checkpoint_command(self._target, "--accept" if has_state else "--from-target")
+        raise Stopped(
+            f"target {self._target}: expected the positions of this centre in the bucket, found those that another "
+            f"centre stored at {format_unix(found.time)}",
+            hint=choices(
+                "stop the other centre; or deliver into a stream of another name, in one of them",
+                ("or, if that centre is gone, take its place", command),
+            ),
+            code="E-TARGET-TWICE",
+        )
 
     def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
         """True if a write is due, early if a stored value is ahead of a chain moved back or omits a stopped chain."""
@@ -461,11 +496,15 @@ class PositionsWriter:
             self._compared = positions
         return False
 
-    async def _write(self, positions: Mapping[Chain, int]) -> None:
-        stopped, sources = dict(self._stopped()), self._sources()
-        document = TargetPositions(self._target, self._clock.now(), positions, sources, stopped=stopped)
+    async def _write(self, stored: StoredState) -> None:
+        stopped, sources, checkpoint = dict(self._stopped()), self._sources(), stored.existing.checkpoint
+        positions, writer = dict(checkpoint.positions), next(iter(checkpoint.writers), "")
+        document = TargetPositions(self._target, self._clock.now(), positions, sources, stopped=stopped, writer=writer)
         try:
+            await self._find_writer(stored)
             await self._threads.run(self._documents.write_positions, document)
+        except Stopped:
+            raise
         except FloeError as error:
             metrics.positions_errors.labels(self._target).inc()
             if error.code != self._failure:

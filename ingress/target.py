@@ -28,7 +28,7 @@ from common.tasks import Stop, StopReason, any_set, cancel, first_of, raise_fata
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import Prefetcher
 from ingress.chains.sources import PauseStore
-from ingress.checkpoint import STATE_ROLE, StateStore
+from ingress.checkpoint import STATE_ROLE, StateStore, StoredState
 from ingress.delivery import Delivery, ServerLimits
 from ingress.discovery.discovery import Discovery
 from ingress.errors import STOPPED_RECHECK_S, is_fatal_for_target, is_transient, most_important_error
@@ -141,8 +141,9 @@ class TargetRunner:
         delivery = Delivery(name, state, reconciler, publisher, source, deps.clock, source.before_close, limits)
         deps.discovery.add(prefetch)
         try:
-            watching, writer = self._watch(delivery, prefetch, lease), self._positions_writer(delivery, chains).run()
-            await run_with(delivery.run(stop), prefetch.run(), retries.run(), watching, writer)
+            watching, writer = self._watch(delivery, prefetch, lease), self._positions_writer(delivery, chains, lease)
+            delivery.name_writers = writer.name_writers
+            await run_with(delivery.run(stop), prefetch.run(), retries.run(), watching, writer.run())
         except BaseExceptionGroup as errors:
             raise most_important_error(errors) from None
         finally:
@@ -158,17 +159,17 @@ class TargetRunner:
             await lease.lost.wait(self._deps.tuning.report_interval_s)
         raise LeaseLost(f"lease of target {self._target}: no longer held by this process")
 
-    def _positions_writer(self, delivery: Delivery, chains: ChainRegistry) -> PositionsWriter:
+    def _positions_writer(self, delivery: Delivery, chains: ChainRegistry, lease: Lease) -> PositionsWriter:
         deps = self._deps
 
-        def positions() -> Mapping[Chain, int] | None:
-            return delivery.state.checkpoint.positions if delivery.is_settled else None
+        def stored() -> StoredState | None:
+            return delivery.stored if delivery.is_settled and lease.is_usable() else None
 
         def stopped() -> Mapping[Chain, str]:
             found = ((each.chain, each.stopped) for each in chains if each.stopped is not None)
             return {chain: f"{error.code}: {error}" for chain, error in islice(found, MAX_REPORTED_STOPS)}
 
-        known = (lambda: chains.source_names), positions, stopped
+        known = (lambda: chains.source_names), stored, stopped
         return PositionsWriter(self._target, *known, deps.documents, deps.threads, deps.clock)
 
     def _reconciler(self, state: StateStore, lease: Lease) -> TargetReconciler:

@@ -468,6 +468,7 @@ class _PositionsWire(_Versioned, frozen=True):
     sources: tuple[str, ...] = ()
     released: bool = False
     stopped: dict[str, str] = {}
+    writer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,7 +478,8 @@ class TargetPositions:
     `positions`: by chain, the first sequence that the target does not hold yet. `sources`: the `site/feed` that may
     flow in, with `*` for any text; a chain of them without a position has not begun, and needs everything. `released`:
     an operator released the target; it needs nothing any more. `stopped`: the reasons why chains have stopped, with the
-    remedies; each text is cut at MAX_TEXT_CHARS characters.
+    remedies; each text is cut at MAX_TEXT_CHARS characters. `writer`: a random name of the delivery that wrote it, by
+    which its centre recognises it; empty: any centre may replace it.
     """
 
     target: str
@@ -486,6 +488,7 @@ class TargetPositions:
     sources: tuple[str, ...] = ()
     released: bool = False
     stopped: Mapping[Chain, str] = field(default_factory=dict)
+    writer: str = ""
 
     def needed_from(self, chain: Chain, first: int, sources: Collection[str] = ()) -> int | None:
         """Return the first sequence that it needs of `chain`, which begins at `first`; None if it needs nothing of it.
@@ -503,7 +506,8 @@ class TargetPositions:
     def to_json(self) -> bytes:
         positions = {str(chain): at for chain, at in self.positions.items()}
         stopped = {str(chain): reason[:MAX_TEXT_CHARS] for chain, reason in self.stopped.items()}
-        return _PositionsWire(self.target, self.time, positions, self.sources, self.released, stopped).to_json()
+        more = self.sources, self.released, stopped, self.writer
+        return _PositionsWire(self.target, self.time, positions, *more).to_json()
 
     @classmethod
     def from_json(cls, raw: bytes) -> TargetPositions:
@@ -513,7 +517,7 @@ class TargetPositions:
             expect_range(f"position of {chain}", at, 0, MAX_SEQUENCE + 1)
         positions = {Chain.parse(chain): at for chain, at in wire.positions.items()}
         stopped = {Chain.parse(chain): reason[:MAX_TEXT_CHARS] for chain, reason in wire.stopped.items()}
-        return cls(wire.target, wire.time, positions, wire.sources, wire.released, stopped)
+        return cls(wire.target, wire.time, positions, wire.sources, wire.released, stopped, wire.writer)
 
 
 class KnownTail(NamedTuple):

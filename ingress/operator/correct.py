@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.errors import FloeError, OtherWriter, Stopped, Unavailable, UsageError
+from common.errors import DataError, FloeError, OtherWriter, Stopped, Unavailable, UsageError
 from common.nats.api import next_message, stream_info
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, open_ingress_state, state_key
@@ -199,12 +199,20 @@ class CheckpointEditor:
     async def _store_plan(self, plan: CheckpointPlan) -> bool:
         after, revision = plan.correction.after, plan.known.revision
         if after is None:
+            await asyncio.to_thread(self._free_positions)
             return revision == 0 or await self._bucket.delete(self._key, revision)
         # Before the state moves: afterwards no process would write them.
         if (marks := plan.correction.marks) != ParkedMarks():
             await self._write_marks(marks, open_parked(self._config, self.target, after.checkpoint.parked_names))
         store = StateStore(self._bucket, self.target)
         return await store.save(after, revision) is not None
+
+    def _free_positions(self) -> None:
+        """Take the writer from the positions in the bucket: no state shows any more that they are ours. Blocking."""
+        documents = open_for_view(self._config)[1]
+        with suppress(DataError):
+            if (found := documents.read_positions(self.target)) is not None:
+                documents.write_positions(replace(found, writer=""))
 
     async def _write_marks(self, marks: ParkedMarks, parked: ParkedStore) -> None:
         with closing(ThreadPool("marks", PARALLEL_CALLS)) as threads:

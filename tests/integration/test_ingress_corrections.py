@@ -16,6 +16,7 @@ from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.operator.correct import run_scan
 from ingress.operator.corrections import ScannedChain, TargetScan
 from ingress.parked import ParkedState, ParkedStore
+from ingress.report import POSITIONS_INTERVAL_S
 from ingress.rows.prepare import Oversize
 from tests.support import ingress
 from tests.support.basics import PATIENCE, soon
@@ -168,6 +169,19 @@ async def test_a_target_restored_from_an_old_copy(client: FloeClient, centre: Ce
     await (await centre.state(client)).save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
     centre.archive.put(rows_of(31, 40))
     await resumes(client, centre, "E-TARGET-BEHIND", wanted, numbers(*found))
+
+
+async def test_a_server_filled_from_the_archive_takes_the_positions_over(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 30))
+    await make(client, centre)
+    async with centre.running():
+        await closed_at(client, centre, 30)
+        await asyncio.sleep(POSITIONS_INTERVAL_S + 5)
+    for each in (centre.target, f"KV_{centre.state_bucket}"):
+        await client.api(f"STREAM.DELETE.{each}")
+    await make(client, centre)
+    stop, _ = await resumes(client, centre, "E-TARGET-TWICE", "--from-target", numbers((1, 30)))
+    assert "expected the positions of this centre in the bucket, found those that another centre stored" in stop["why"]
 
 
 # The state

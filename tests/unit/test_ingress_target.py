@@ -155,6 +155,24 @@ def test_the_first_row_above_a_limit_is_found(limit: int, stored: int, found: tu
     assert (rows.largest_message_bytes, rows.first_above(limit, stored)) == (100, found)
 
 
+async def test_a_delivery_names_itself_before_its_first_rows_and_with_each_intent() -> None:
+    async def refuse(_: StoredState) -> tuple[str, ...]:
+        raise errors.Stopped("another centre", code="E-TARGET-TWICE")
+
+    async def name(found: StoredState) -> tuple[str, ...]:
+        return names.pop(0)
+
+    world, names = World(), [(), ("a", "b")]  # the store does not answer at first
+    delivery = world.delivery()
+    delivery.name_writers = refuse
+    with pytest.raises(errors.Stopped, match="another centre"):
+        await delivery.run(world.stop)
+    assert (world.published, world.next) == (0, 1)
+    delivery.name_writers = name
+    await asyncio.wait_for(delivery.run(world.stop), PATIENCE)
+    assert (world.published, names, world.state.checkpoint.writers) == (5, [], ("a", "b"))
+
+
 async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_check() -> None:
     with pytest.raises(StateConflict) as error:
         await World(first=7).delivery().run(Stop())

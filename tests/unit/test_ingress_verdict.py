@@ -86,6 +86,7 @@ def test_neighbours_of_one_segment_become_one_piece() -> None:
 
 def test_the_stored_form_comes_back_as_it_was_and_shows_if_others_may_share_the_intent() -> None:
     before = state({A: 11, Chain("a", "b", 3, 7): 2**63 - 1}, 100)
+    before = replace(before, checkpoint=replace(before.checkpoint, writers=("b", "a")))
     opened = open_intent(before, [piece(11, 20, 4)])
     shared = open_intent(before, [piece(11, 20)], 130, is_shared=True)
 

@@ -1,6 +1,7 @@
 """The positions of a target, which ingress writes for retention, and the rules of retention."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import floe
 from common.archive.documents import ChainStore, Floor, TargetPositions
 from common.archive.keys import Layout
 from common.chain import Chain
-from common.errors import ConfigError, DataError, Refused
+from common.errors import ConfigError, DataError, Refused, Stopped
 from common.objects.local import LocalObjects
 from common.sequences import MAX_SEQUENCE
 from common.service.process import ThreadPool
 from common.settings.loader import parse
 from common.settings.root import RetentionSettings
 from compaction.retention import read_needs
+from ingress.checkpoint import Checkpoint, StoredState, TargetState
 from ingress.report import PositionsWriter
 from tests.support.basics import metric_value
 from tests.support.clock import ManualClock
@@ -77,7 +79,11 @@ async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(tmp
     documents = ChainStore(objects, Layout("data"))
     now: dict[Chain, int] | None = None
     stopped: dict[Chain, str] = {}
-    report = PositionsWriter("T", lambda: ("us-east/NODES",), lambda: now, lambda: stopped, documents, threads, clock)
+
+    def stored() -> StoredState | None:
+        return None if now is None else StoredState(TargetState(Checkpoint(0, "", now)), 1)
+
+    report = PositionsWriter("T", lambda: ("us-east/NODES",), stored, lambda: stopped, documents, threads, clock)
     large = "E-MSG-TOO-LARGE: too large; raise max_payload" + "x" * 2000
     for seconds, positions, stops, puts, held in (
         (0, None, {}, 0, None),  # target and state do not agree yet
@@ -110,6 +116,86 @@ async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(tmp
     await report.write_if_due()
     assert documents.read_positions("T").positions == now
     threads.close()
+
+
+class Centre:
+    """The positions of one target, as an ingress of one centre writes them. `stored`: its state."""
+
+    def __init__(self, documents: ChainStore, stored: StoredState) -> None:
+        self.documents, self.stored, self.clock, self.threads = documents, stored, ManualClock(), ThreadPool("test", 1)
+        self.begin()
+
+    def begin(self) -> None:
+        parts = self.documents, self.threads, self.clock
+        self.writer = PositionsWriter("T", lambda: (), lambda: self.stored, dict, *parts)
+
+    async def deliver(self, position: int) -> None:
+        """Begin a delivery, close an intent at `position`, and report it."""
+        self.begin()
+        writers = await self.writer.name_writers(self.stored)
+        self.stored = StoredState(
+            TargetState(Checkpoint(0, "", {A: position}, writers=writers)), self.stored.revision + 1
+        )
+        await self.report(position)
+
+    async def report(self, position: int) -> None:
+        checkpoint = replace(self.stored.existing.checkpoint, positions={A: position})
+        self.stored = StoredState(TargetState(checkpoint), self.stored.revision)
+        self.clock.advance(60)
+        await self.writer.write_if_due()
+
+    def decide(self) -> None:
+        """Correct the state as `floe checkpoint set` does."""
+        self.stored = StoredState(TargetState(Checkpoint(0, "", {A: 1})), self.stored.revision + 1)
+
+
+NOTHING = StoredState(TargetState(Checkpoint(0, "")), 0)
+
+
+async def test_two_centres_never_write_the_positions_of_one_target(documents: ChainStore) -> None:
+    first, second = Centre(documents, NOTHING), Centre(documents, NOTHING)
+    await first.deliver(7)
+    await first.deliver(9)  # another process of the same centre
+    with pytest.raises(Stopped, match="another centre stored at") as stop:
+        await second.deliver(40)
+    assert (stop.value.code, "--target T --from-target" in stop.value.hint) == ("E-TARGET-TWICE", True)
+    assert documents.read_positions("T").positions == {A: 9}
+
+    second.decide()  # the first is gone, as far as the operator knows
+    await second.deliver(40)
+    await second.deliver(41)
+    with pytest.raises(Stopped) as stop:
+        await first.report(10)
+    assert "--target T --accept" in stop.value.hint
+    with pytest.raises(Stopped):
+        await first.deliver(10)
+    assert documents.read_positions("T").positions == {A: 41}
+
+
+async def test_a_moved_centre_continues_and_the_one_that_was_copied_stops(documents: ChainStore) -> None:
+    old = Centre(documents, NOTHING)
+    await old.deliver(7)
+    new = Centre(documents, old.stored)  # the state bucket was copied
+    await new.deliver(8)
+    with pytest.raises(Stopped):
+        await old.report(9)
+    assert documents.read_positions("T").positions == {A: 8}
+
+
+@pytest.mark.parametrize("there", ["released", "damaged", "none", "crashed"])
+async def test_positions_of_nobody_are_replaced(documents: ChainStore, there: str) -> None:
+    centre = Centre(documents, NOTHING)
+    if there == "damaged":
+        documents.objects.put("data/_floe/ingress/T/positions.json", b"[]")
+    elif there == "released":
+        documents.write_positions(TargetPositions("T", 1.0, released=True))
+    elif there == "crashed":  # it named itself in its state, and did not come to write its positions
+        await centre.deliver(5)
+        centre.begin()
+        checkpoint = Checkpoint(0, "", {A: 6}, writers=await centre.writer.name_writers(centre.stored))
+        centre.stored = StoredState(TargetState(checkpoint), 2)
+    await centre.deliver(7)
+    assert documents.read_positions("T").positions == {A: 7}
 
 
 def invoke(tmp_path: Path, *arguments: str) -> Any:
