@@ -203,9 +203,19 @@ class ArchivedHistory:
         if moment_ns <= first_ns:
             raise UsageError(
                 f"{self._request.site}/{self._request.feed}: expected a point in time after the first message, of "
-                f"{format_time(first_ns)}, found {format_time(moment_ns)}"
+                f"{format_time(first_ns)}, found {format_time(moment_ns)}",
+                hint=self._former_hint(min(history), moment_ns),
             )
         return min(found) - 1 if found else None
+
+    def _former_hint(self, oldest: Chain, moment_ns: int) -> str:
+        """Return the command for the last incarnation before `oldest` with a message before a time; empty: none."""
+        for chain in reversed(self._documents.chains(oldest.site, oldest.feed)):
+            first_ns = self._first_time(chain, first_sequence(self._documents, chain)) if chain < oldest else None
+            if first_ns is not None and first_ns < moment_ns:
+                command = repeat_command(replace(self._request, incarnation=chain.incarnation))
+                return choices((f"incarnation {chain.incarnation:04d} was the stream then; to restore it", command))
+        return ""
 
     def _first_time(self, chain: Chain, begin: int) -> int | None:
         store = self._store

@@ -29,8 +29,8 @@ EXISTS_CODE, ELSEWHERE_CODE = "E-RESTORE-EXISTS", "E-RESTORE-ELSEWHERE"
 @dataclass(frozen=True, slots=True)
 class StreamOutcome:
     """The outcome of one stream. `state`: `restored`, `drilled`, `planned`, `there` (a stream of that name exists),
-    `skipped` (no feed holds all of it), `differs`, `failed` or `stopped`. `text`: the reason, empty if none is needed.
-    `report`: the plan of a planned one.
+    `skipped` (no feed holds all of it, or it had no message at the point in time), `differs`, `failed` or `stopped`.
+    `text`: the reason, empty if none is needed. `report`: the plan of a planned one. `hint`: the next step.
     """
 
     feed: str
@@ -39,13 +39,15 @@ class StreamOutcome:
     text: str = ""
     code: int = 0
     report: RestoreReport | ExactReport | RestorePlan | None = None
+    hint: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        found = self.report.as_json() if self.report else None
-        return {"feed": self.feed, "stream": self.stream, "state": self.state, "reason": self.text, "report": found}
+        found, named = self.report.as_json() if self.report else None, {"feed": self.feed, "stream": self.stream}
+        return {**named, "state": self.state, "reason": self.text, "hint": self.hint, "report": found}
 
     def lines(self) -> Iterator[str]:
         yield f"{self.state:8}  {self.stream}  (feed {self.feed})" + (f": {self.text}" if self.text else "")
+        yield from (f"  {line}" for line in self.hint.splitlines())
         if self.report is not None and self.state in ("planned", "differs"):
             yield from (f"  {line}" for line in self.report.lines())
 
@@ -59,7 +61,7 @@ class SiteReport:
 
     @property
     def exit_code(self) -> int:
-        """0 if every stream is back or was there; else that of the first failure, or 3: one differs or is lossy."""
+        """0 if every stream is back or was there; else that of the first failure, or 3: one differs or was skipped."""
         return next((each.code for each in self.outcomes if each.state in ("failed", "stopped")), 0) or max(
             (each.code for each in self.outcomes), default=0
         )
@@ -154,8 +156,10 @@ class WholeSiteRestore:
             try:
                 plans.append(plan := await work.plan())
                 progress.name = plan.name
+            except UsageError as error:  # of the point in time: the stream had no message yet
+                self._note(StreamOutcome(feed, feed, "skipped", error.message, EXIT_DIFFERENCES, hint=error.hint))
             except FloeError as error:
-                self._note(StreamOutcome(feed, feed, "failed", error.message, error.exit_code))
+                self._note(StreamOutcome(feed, feed, "failed", error.message, error.exit_code, hint=error.hint))
         whole, lossy = choose_feeds(plans)
         for plan in lossy:
             if self._request.allow_lossy:
@@ -217,7 +221,8 @@ class WholeSiteRestore:
     def _refused(self, plan: RestorePlan, error: FloeError) -> StreamOutcome:
         if error.code == EXISTS_CODE:
             return StreamOutcome(plan.request.feed, plan.name, "there", error.message)
-        return StreamOutcome(plan.request.feed, plan.name, "failed", f"[{error.code}] {error.message}", error.exit_code)
+        reason = f"[{error.code}] {error.message}"
+        return StreamOutcome(plan.request.feed, plan.name, "failed", reason, error.exit_code, hint=error.hint)
 
     def _note(self, outcome: StreamOutcome) -> None:
         self._outcomes[outcome.stream] = outcome

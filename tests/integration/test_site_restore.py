@@ -1,10 +1,14 @@
 """`floe restore SITE --all`, `floe drill SITE --all`: all streams of a site, sources first; the others are named."""
 
+import asyncio
+import shlex
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from common.clock import NS_PER_S, format_time
 from common.nats.api import RESTORE_PREFIX, create_stream
 from infra.local.nats import NatsServer
 from ingress.recovery.plan import RestoreRequest
@@ -121,8 +125,29 @@ async def test_what_is_not_one_site_is_refused_and_a_stream_without_a_message_co
         (("nowhere", "--all", "--dry-run"), f"expected a site with an archive, found {SITE}"),
         ((*until, "--dry-run"), f"\n  {nothing}\n"),
         (until, f"restored  {empty}  (feed {empty}): {nothing}\n"),
-        (until, f"failed    {late}  (feed {late}): {SITE}/{late}: expected a point in time after the first message"),
+        (until, f"skipped   {late}  (feed {late}): {SITE}/{late}: expected a point in time after the first message"),
     ):
-        done = await ran("restore", "-c", config, *words, code=2)
+        done = await ran("restore", "-c", config, *words, code=3 if "--until" in words else 2)
         assert text in done.err + done.out
     assert "expected SITE/FEED, or SITE with --all" in (await ran("drill", "-c", config, SITE, code=2)).err
+
+
+async def test_the_incarnation_that_a_point_in_time_is_of_is_named(bench: Bench) -> None:
+    stream, whole = await bench.filled([b"before"] * 3), await bench.filled([b"x"])
+    async with bench.egress({"stream": stream}, {"stream": whole}):
+        await bench.archived_to(stream, 3)
+        await bench.archived_to(whole, 1)
+        await asyncio.sleep(1.1)
+        moment = format_time(time.time_ns() // NS_PER_S * NS_PER_S)
+        await bench.recreate(stream, [b"after"])
+        await soon(lambda: bench.store.table(bench.chain(stream).next_incarnation()).end == 1)
+    for each in (stream, whole):
+        await bench.delete_stream(each)
+    config = str(configuration(bench, {"stream": stream}))
+    done = await ran("restore", "-c", config, SITE, "--all", "--until", moment, code=3)
+    text = f"skipped   {stream}  (feed {stream}): {SITE}/{stream}: expected a point in time after the first message"
+    named = "  incarnation 0000 was the stream then; to restore it:\n  floe restore "
+    assert (text in done.out, named in done.out, f"restored  {whole}" in done.out) == (True, True, True)
+    [command] = [line for line in done.out.splitlines() if f"{stream}/0000 --until {moment}" in line]
+    await ran(*shlex.split(command)[1:])
+    assert [message.payload for message in await back.contents(bench, stream)] == [b"before"] * 3
