@@ -144,13 +144,16 @@ class RestoreReport:
 
 
 class Restore:
-    """One request over one archive. `not_back`: streams that have to be back before one that sources from them."""
+    """One request over one archive. `not_back`: streams that have to be back before one that sources from them.
+    `returning`: those that the same run brings back, perhaps after this one, each with its last sequence.
+    """
 
     def __init__(
         self, settings: Settings, request: RestoreRequest, parts: RecoveryParts, tuning: RestoreTuning | None = None
     ) -> None:
         self._settings, self._request, self._tuning = settings, request, tuning or RestoreTuning()
         self.not_back: Collection[str] = ()
+        self.returning: Mapping[str, int] = {}
         _, documents, self._clock, self._progress = parts
         self._captures = CaptureStore(documents.layout, documents.objects)
         self._work, self._stop = ArchiveWork(request, parts, self._check_stop), Stop()
@@ -290,6 +293,11 @@ class Restore:
         restores = await asyncio.to_thread(list, self._work.history.restores({*names.values()})) if names else []
         for key, name in names.items():
             row, info = sourced[key], await stream_info(client, name)
+            if (info is None or info.restore_marker) and name in self.returning and name not in self.not_back:
+                start = min(row.source_sequence, self.returning[name])
+                notes.append(f"source {name} comes back in the same run: continues after {start}")
+                sourced[key] = row._replace(sequence=0, source_sequence=start)
+                continue
             if info is None or info.restore_marker:
                 notes.append(f"source {name} is not back: restored after this stream, its messages come twice on 2.15")
                 if name in self.not_back:

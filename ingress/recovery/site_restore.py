@@ -135,6 +135,7 @@ class WholeSiteRestore:
         self._restores: dict[str, Restore] = {}  # by feed
         self._outcomes: dict[str, StreamOutcome] = {}  # by stream; by feed if its stream is not known
         self._not_back = set[str]()  # streams, as far as known
+        self._returning: dict[str, int] = {}  # the last sequence of each stream with a plan
 
     async def plan(self) -> list[RestorePlan]:
         """Return the plans of all streams that can come back whole; note the others as skipped or failed. Raises
@@ -152,7 +153,7 @@ class WholeSiteRestore:
             request = replace(self._request, feed=feed, promote=self._make_drill is None)
             progress = NamedProgress(feed, self._parts.progress)
             work = self._restores[feed] = Restore(self._settings, request, self._parts._replace(progress=progress))
-            work.not_back = self._not_back
+            work.not_back, work.returning = self._not_back, self._returning
             try:
                 plans.append(plan := await work.plan())
                 progress.name = plan.name
@@ -167,6 +168,7 @@ class WholeSiteRestore:
             else:
                 reason = "; ".join(plan.lossy[:3])
                 self._note(StreamOutcome(plan.request.feed, plan.name, "skipped", reason, EXIT_DIFFERENCES))
+        self._returning.update((plan.name, plan.last_sequence) for plan in whole)
         return whole
 
     async def check(self, plans: Sequence[RestorePlan]) -> SiteReport:

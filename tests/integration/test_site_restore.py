@@ -151,3 +151,35 @@ async def test_the_incarnation_that_a_point_in_time_is_of_is_named(bench: Bench)
     [command] = [line for line in done.out.splitlines() if f"{stream}/0000 --until {moment}" in line]
     await ran(*shlex.split(command)[1:])
     assert [message.payload for message in await back.contents(bench, stream)] == [b"before"] * 3
+
+
+async def test_streams_that_source_from_each_other_come_back_with_each_message_once(
+    alone: tuple[Bench, NatsServer],
+) -> None:
+    bench, _ = alone
+    names = unique("X"), unique("Y")
+    for name, other in (names, names[::-1]):
+        sources = [{"name": other, "filter_subject": f"{other}.>"}]
+        await create_stream(bench.client, {"name": name, "subjects": [f"{name}.>"], "sources": sources})
+    for name in names:
+        await bench.publish(name, [b"%d" % number for number in range(30)])
+    for name in names:
+        await soon(lambda: bench.reaches(name, 60))  # noqa: B023
+    async with bench.egress(*({"stream": each} for each in names)):
+        for name in names:
+            await bench.archived_to(name, 60)
+    for name in names:
+        await back.capture(bench, name, 60)
+    before = [await back.contents(bench, name) for name in names]
+    for name in names:
+        await bench.delete_stream(name)
+    config = str(configuration(bench, *({"stream": each} for each in names)))
+    done = await ran("restore", "-c", config, SITE, "--all", "--allow-elsewhere")
+    assert f"source {names[1]} comes back in the same run: continues after " in done.err
+    for name in names:
+        await bench.publish(name, [b"next"])
+    for name in names:
+        await soon(lambda: bench.reaches(name, 62))  # noqa: B023
+    await asyncio.sleep(2)
+    assert [await bench.last(name) for name in names] == [62, 62]
+    assert [(await back.contents(bench, name))[:60] for name in names] == before
