@@ -29,7 +29,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.nats.credentials import apply_context
-from common.nats.requests import NO_RESPONDERS_CODE, ApiError
+from common.nats.protocol import NO_RESPONDERS_CODE, ApiError
 from common.objects.local import existing_parent
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.objects.port import BucketStore, ConditionalPutRefused, LifecycleRule, ObjectStore, read_store_clock

@@ -33,7 +33,7 @@ from common.doctor import (
 )
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.logs import escape
-from common.nats.requests import NO_RESPONDERS_CODE, ApiError
+from common.nats.protocol import NO_RESPONDERS_CODE, ApiError
 from common.open import load_settings, open_for_view
 from common.service.process import ThreadPool
 from common.settings.types import StyledCell

@@ -23,7 +23,7 @@ from common.logs import get_logger
 from common.nats.client import FloeClient, RawSubscription
 from common.nats.kv import BucketDeleted, BucketFull, state_key
 from common.nats.lease import Lease, Leases
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.observe.monitor import Health
 from common.tasks import Stop, StopReason, cancel, first_of, wait_for
 

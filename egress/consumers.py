@@ -44,8 +44,7 @@ from common.nats.api import (
     ready_stream_info,
 )
 from common.nats.client import FloeClient
-from common.nats.protocol import reply_layout
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError, reply_layout
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.settings.egress import FeedSettings
 from common.settings.service import StartSettings

@@ -18,7 +18,7 @@ from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.nats.api import LIMITS, STREAM_NOT_FOUND, missing_sequences
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from egress.builder import (

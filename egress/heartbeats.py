@@ -20,7 +20,7 @@ from common.nats.client import FloeClient, RawSubscription
 from common.nats.headers import build_block
 from common.nats.kv import state_key
 from common.nats.lease import Lease, Leases
-from common.nats.requests import ApiError, api_error
+from common.nats.protocol import ApiError, api_error
 from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.egress import HeartbeatSubjectSettings

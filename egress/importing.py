@@ -31,7 +31,7 @@ from common.failpoints import failpoint
 from common.logs import get_logger
 from common.nats.api import StreamInfo, delete_stream, query, stream_info
 from common.nats.client import FloeClient, connect
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.nats.restore import MESSAGE_BYTES, ArchiveUpload, LocalServerMaker, start_local_server
 from common.service.progress import Progress, format_share
 from common.settings.egress import FeedSettings

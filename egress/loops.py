@@ -24,8 +24,8 @@ from common.errors import DataError
 from common.logs import get_logger
 from common.nats.api import STREAM_NOT_FOUND
 from common.nats.headers import ORIGINAL_HEADER, REPLAY_HEADER, SOURCE_HEADER, Provenance, header_lines
+from common.nats.protocol import ApiError
 from common.nats.pull import get_message
-from common.nats.requests import ApiError
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose_segment
 from egress.builder import CODE_LOOPED, Piece
 from egress.deps import PartitionDeps

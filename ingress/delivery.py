@@ -18,7 +18,7 @@ from common.exits import choices, floe_command
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.nats.client import FloeClient, headers_disabled_error
-from common.nats.requests import WRONG_LAST_SEQUENCE_CODES
+from common.nats.protocol import WRONG_LAST_SEQUENCE_CODES
 from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry

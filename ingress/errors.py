@@ -7,7 +7,7 @@ from common.archive.store import quarantine_command
 from common.chain import Chain
 from common.errors import ConfigError, DataError, FloeError, OtherWriter, OutcomeUnknown, Refused, Stopped, Unavailable
 from common.exits import config_source, position_command
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.sequences import SequenceRange
 from common.settings.ingress import IngressSettings
 

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from common.logs import get_logger
 from common.nats.api import StreamInfo, create_stream, ready_stream_info
 from common.nats.client import FloeClient
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.settings.ingress import CreateSettings, IngressSettings, TargetSettings
 from common.subjects import overlaps
 from ingress.errors import is_transient

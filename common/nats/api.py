@@ -14,7 +14,7 @@ from common.archive.segment import Message
 from common.clock import NS_PER_S, parse_time
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.nats.client import FloeClient
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.sequences import SequenceRange
 
 STREAM_NOT_FOUND = 10059

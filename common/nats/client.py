@@ -30,8 +30,18 @@ from common.logs import get_logger
 from common.metrics import counter, gauge
 from common.nats import credentials
 from common.nats.credentials import Credential, error_text
-from common.nats.protocol import FrameParser, Sink, WireError, check_subject, frame
-from common.nats.requests import NO_RESPONDERS_CODE, ApiError, PendingRequests, RawAnswer, api_answer
+from common.nats.protocol import (
+    NO_RESPONDERS_CODE,
+    ApiError,
+    FrameParser,
+    PendingRequests,
+    RawAnswer,
+    Sink,
+    WireError,
+    api_answer,
+    check_subject,
+    frame,
+)
 from common.settings.service import API_PREFIX, NatsSettings
 from common.tasks import ReportError, raise_fatal, report_errors, wait_for, wait_result
 

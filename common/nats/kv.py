@@ -32,7 +32,7 @@ from common.nats.api import (
 )
 from common.nats.client import FloeClient, RawSubscription, connect
 from common.nats.headers import build_block, header_value
-from common.nats.requests import NO_RESPONDERS_CODE, WRONG_LAST_SEQUENCE_CODES, ApiError, api_error
+from common.nats.protocol import NO_RESPONDERS_CODE, WRONG_LAST_SEQUENCE_CODES, ApiError, api_error
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings, TargetSettings
 from common.settings.root import Settings

@@ -24,7 +24,7 @@ from common.exits import INSTALL_ALL
 from common.nats.api import check_token
 from common.nats.client import FloeClient, RawSubscription, frame
 from common.nats.headers import parse_status_line
-from common.nats.requests import NO_RESPONDERS_CODE, api_answer
+from common.nats.protocol import NO_RESPONDERS_CODE, api_answer
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.settings.service import NatsSettings

@@ -23,9 +23,8 @@ from common.metrics import show_zeros
 from common.nats.api import query, stream_info
 from common.nats.client import FloeClient
 from common.nats.headers import build_block, header_value
-from common.nats.protocol import frame
+from common.nats.protocol import NO_RESPONDERS_CODE, ApiError, api_answer, frame
 from common.nats.pull import PullLimits, StartAt, scan
-from common.nats.requests import NO_RESPONDERS_CODE, ApiError, api_answer
 from common.tasks import wait_for
 from egress import metrics
 from egress.advisories.advisory import (

@@ -16,7 +16,7 @@ from common.errors import ConfigError, Unavailable
 from common.exits import choices
 from common.failpoints import failpoint
 from common.imports import load_compiled
-from common.nats.requests import WRONG_LAST_SEQUENCE_CODES
+from common.nats.protocol import WRONG_LAST_SEQUENCE_CODES
 from common.tasks import wait_for
 from ingress.publishers.publisher import (
     BasePublisher,

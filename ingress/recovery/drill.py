@@ -24,8 +24,8 @@ from common.nats.api import RESTORE_PREFIX, SCRATCH_PREFIX, create_stream, delet
 from common.nats.client import FloeClient
 from common.nats.kv import BucketDeleted, KeyValue, state_key
 from common.nats.lease import Leases, new_owner, open_leases
+from common.nats.protocol import ApiError
 from common.nats.pull import StartAt
-from common.nats.requests import ApiError
 from common.nats.restore import LocalServerMaker, start_local_server
 from common.service.progress import Progress
 from common.settings.root import Settings

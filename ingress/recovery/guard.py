@@ -37,7 +37,7 @@ from common.nats.api import (
 from common.nats.client import FloeClient
 from common.nats.kv import state_key
 from common.nats.lease import Lease, Leases, format_owner
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.service.progress import Progress
 from common.settings.types import format_count, size_words
 from common.tasks import Stop, run_with, wait_for

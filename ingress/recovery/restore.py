@@ -28,7 +28,7 @@ from common.failpoints import failpoint
 from common.nats.api import INTEREST, StreamInfo, create_consumer, durable_config, durable_name_prefix, stream_info
 from common.nats.client import FloeClient, connect
 from common.nats.lease import new_owner, open_leases, optional_leases
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.nats.restore import ArchiveUpload
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import Settings

@@ -20,7 +20,7 @@ from common.logs import get_logger
 from common.nats.api import StreamInfo, create_stream, stream_info
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.sequences import SequenceRange
 from common.settings.types import format_size
 from ingress.checkpoint import STATE_ROLE, StateCodec, TargetState, from_json

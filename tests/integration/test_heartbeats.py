@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from common.errors import OutcomeUnknown
 from common.nats.headers import header_value, parse_block
 from common.nats.kv import KeyValue
+from common.nats.protocol import ApiError
 from common.nats.pull import get_message
-from common.nats.requests import ApiError
 from common.settings.egress import HeartbeatSettings
 from egress.heartbeats import check_stored, heartbeat_key, next_due
 from tests.support.basics import soon, unique

@@ -9,8 +9,8 @@ import pytest
 
 from common.nats.api import create_stream, query
 from common.nats.client import FloeClient, frame
+from common.nats.protocol import ApiError
 from common.nats.pull import get_message
-from common.nats.requests import ApiError
 from common.subjects import TransformError, compile_transform
 from tests.support.basics import seeded, soon, unique
 

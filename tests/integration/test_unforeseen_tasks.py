@@ -20,8 +20,8 @@ from common.nats.api import create_stream, stream_info
 from common.nats.client import FloeClient, connect, frame
 from common.nats.kv import KeyValue
 from common.nats.lease import Leases
+from common.nats.protocol import PendingRequests
 from common.nats.pull import StartAt, for_each_message, get_message, scan
-from common.nats.requests import PendingRequests
 from common.observe.monitor import Health
 from common.settings.service import NatsSettings
 from common.tasks import Stop, run_until_fatal

@@ -13,7 +13,7 @@ from common.errors import FloeError
 from common.nats.api import create_consumer
 from common.nats.client import FloeClient, frame
 from common.nats.headers import split_provenance
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from infra.oracle import Trace
 from tests.support.basics import parse_ack
 

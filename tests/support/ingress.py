@@ -23,7 +23,7 @@ from common.nats.api import create_consumer, create_stream, query, stored_messag
 from common.nats.client import FloeClient, frame
 from common.nats.headers import Provenance, split_provenance
 from common.nats.kv import KeyValue
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.objects.local import LocalObjects
 from common.observe.monitor import Health
 from common.sequences import SequenceRange

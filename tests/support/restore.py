@@ -13,8 +13,8 @@ import google_crc32c
 from common.archive.segment import Message
 from common.nats.api import stream_info
 from common.nats.client import FloeClient
+from common.nats.protocol import api_answer
 from common.nats.pull import for_each_message
-from common.nats.requests import api_answer
 from ingress.recovery.files_form import hash_of
 from ingress.recovery.stream_archive import ArchiveState
 from tests.support.basics import PATIENCE

@@ -16,7 +16,7 @@ from common.errors import FloeError
 from common.nats.client import FloeClient, RawSubscription, connect, frame
 from common.nats.headers import build_block
 from common.nats.kv import KeyValue
-from common.nats.requests import NO_RESPONDERS_CODE
+from common.nats.protocol import NO_RESPONDERS_CODE
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from tests.sim.nats import SimNats

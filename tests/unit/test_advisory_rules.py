@@ -9,7 +9,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.nats.api import StreamInfo
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.settings.egress import FeedSettings
 from egress.advisories import advisory as advisory_module
 from egress.advisories import senders

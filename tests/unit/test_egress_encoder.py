@@ -13,7 +13,7 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.nats.api import STREAM_NOT_FOUND
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.observe.monitor import Health
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import floe
 from common.errors import FloeError, Unavailable
 from common.nats import credentials
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.objects.s3 import S3Account, S3Objects
 from common.settings.ingress import TargetSettings
 from common.settings.service import NatsSettings

@@ -15,7 +15,7 @@ from common.archive.heartbeats import ChainHeartbeat, StoredHeartbeat
 from common.chain import Chain
 from common.clock import SystemClock, doubling_delays
 from common.metrics import REGISTRY
-from common.nats.requests import ApiError, api_error
+from common.nats.protocol import ApiError, api_error
 from common.observe.monitor import Health
 from common.observe.page import render_page
 from common.sequences import SequenceRange

@@ -16,7 +16,7 @@ from common.archive.segment import Message
 from common.clock import NS_PER_S
 from common.errors import Unavailable
 from common.nats.api import RESTORE_KEY
-from common.nats.requests import ApiError
+from common.nats.protocol import ApiError
 from common.sequences import SequenceRange, Stretch
 from ingress.recovery import plan as planning
 from ingress.recovery import read_back

@@ -12,7 +12,7 @@ import ingress.verdict.settle
 from common.errors import OutcomeUnknown
 from common.nats.headers import Provenance
 from common.nats.kv import KvDocument
-from common.nats.requests import WRONG_LAST_SEQUENCE_CODES, PendingRequests
+from common.nats.protocol import WRONG_LAST_SEQUENCE_CODES, PendingRequests
 from common.sequences import cover
 from ingress.checkpoint import Intent, StateStore, StoredState
 from ingress.delivery import Delivery
