@@ -7,10 +7,9 @@ from bench.egress import BENCHES as EGRESS
 from bench.harness import Bench, print_table, save
 from bench.ingress import BENCHES as INGRESS
 from bench.restore import BENCHES as RESTORE
-from bench.sampling import BENCHES as SAMPLING
 from bench.scale import BENCHES as SCALE
 
-BENCHES: list[Bench] = [*EGRESS, *SAMPLING, *INGRESS, *ARCHIVE, *RESTORE, *SCALE]
+BENCHES: list[Bench] = [*EGRESS, *INGRESS, *ARCHIVE, *RESTORE, *SCALE]
 
 
 @click.command()
