@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import common.archive.documents
-import common.archive.store
 import common.nats.protocol
 import common.objects.s3_errors
 from common.errors import ConfigError
@@ -31,8 +30,7 @@ def conditions_taken_for_granted() -> None:
     class NoSuchRefusal(Exception):
         """An error that nobody raises."""
 
-    for module in (common.archive.store, common.archive.documents):
-        change(module, "ConditionalPutRefused", lambda _: NoSuchRefusal)
+    change(common.archive.documents, "ConditionalPutRefused", lambda _: NoSuchRefusal)
 
 
 @mutant
