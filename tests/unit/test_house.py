@@ -12,22 +12,22 @@ COUNTED = ("common", "egress", "ingress", "compaction", "floe.py", "pyspark_floe
 PRODUCT = (*COUNTED, "infra", "bench")
 
 # 200 files and 29,000 lines when the product was restructured. docs/decisions/2026.md has a line for each increase.
-MOST_FILES = 227
+MOST_FILES = 202
 # Lines of code by folder. A number rises only where another falls by as much in the same commit. Ten thousand chains in
 # one centre were granted 800 lines: 682 of them are in the first four folders, 115 in `bench`, which had room to 1,400.
 # Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,745 with 40 of `bench`, 15 files.
-# infra has 3,500; tests have 44,500, tests/sim included.
+# infra may have 3,500; 180 of these are with the tests, which have 44,680, tests/sim included.
 MOST_LINES = {
-    "common": 14_762,
-    "egress": 9_735,
-    "ingress": 13_295,
+    "common": 14_755,
+    "egress": 9_636,
+    "ingress": 13_355,
     "compaction": 3_569,
     "floe.py": 161,
     "pyspark_floe.py": 22,
-    "infra": 3_500,
-    "bench": 1_555,
+    "infra": 3_220,
+    "bench": 1_548,
 }
-MOST_TEST_LINES = 44_500
+MOST_TEST_LINES = 44_680
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines; a smaller file needs more than one importer
 # A comment or a string of Python before 3.12; `tokenize` finds the same, and needs twenty times as long for the tree.
