@@ -5,7 +5,6 @@ import inspect
 import itertools
 import re
 import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -17,19 +16,11 @@ from click.testing import CliRunner
 
 import floe
 from common import errors
-from common.archive.documents import ChainDocument, ChainStore
-from common.archive.keys import Layout
-from common.archive.store import SegmentStore
-from common.archive.writer import SegmentWriter
-from common.chain import Chain
-from common.objects.local import LocalObjects
-from common.sequences import SequenceRange
 from common.settings import loader
 from common.settings.root import Settings, fields_of
 from tests.support import reference, tree
 from tests.support.config_keys import every_key
 from tests.support.reference import command_at, commands
-from tests.support.segments import batch_of, footer_of, message
 
 ROOT = Path(__file__).parents[2]
 DOCS = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
@@ -75,6 +66,7 @@ def test_start_page_and_navigation_name_every_page() -> None:
     pages = sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
 
     assert sorted({*named, "index.md"}) == sorted(nav) == pages
+    assert [page for page in re.findall(r"\bdocs/([\w/-]+\.md)", sources()) if page not in pages] == []
 
 
 YAML = re.compile(r"^( *)```yaml\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -88,6 +80,9 @@ def test_a_configuration_on_a_page_parses(path: Path, tmp_path: Path, monkeypatc
         [document] = yaml.safe_load_all(text := re.sub(r"/etc/floe/credentials/[\w-]+", str(secret), dedent(block)))
         for name in {*re.findall(r"\${(\w+)}", text)} - {"HOME"}:
             monkeypatch.setenv(name, "floe")
+        if document.keys() == {"sources"}:
+            document = {"ingress": {"targets": [{"stream": "FLEET", "create": {"subjects": ["fleet.>"]}, **document}]}}
+            text = yaml.safe_dump(document)
         if document.keys() <= fields_of(Settings).keys():
             loader.parse("".join(line for key, line in NEEDED.items() if key not in document) + text, path.name)
 
@@ -95,8 +90,12 @@ def test_a_configuration_on_a_page_parses(path: Path, tmp_path: Path, monkeypatc
 # Commands
 
 FENCED = re.compile(r"^ *```\w*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`(floe [a-z][^`]*)`")
+INLINE = re.compile(r"`((?:/opt/floe/bin/)?floe [a-z][^`]*)`")
 ELLIPSIS = "…"
+# Names in capitals that stand for a value, each with one that its option takes.
+PLACEHOLDERS = {"N": "7", "N+1": "8", "SEQ": "7"}
+# A program with its path: at the beginning, after the syntax of a shell or the columns of cron, or in a container.
+PROGRAM = re.compile(r"(?:^|^\$ |&& |-- | {2})(?:[\w$/.-]+/bin/)?(?=floe [a-z])")
 
 
 def joined(text: str) -> list[str]:
@@ -108,7 +107,7 @@ def whole_commands(text: str) -> list[str]:
     """Return commands on lines of their own, in fences or indented, as somebody would paste them."""
     indented = "".join(re.findall(r"^    (?: *)(?:floe .*\n(?:(?<=\\\n) .*\n)*)", FENCED.sub("", text), re.MULTILINE))
     lines = [line for block in [*FENCED.findall(text), indented] for line in joined(block)]
-    return [line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?floe [a-z]", line)]
+    return [line[found.end() :] for line in lines if (found := PROGRAM.search(line))]
 
 
 def words_of(line: str) -> list[str]:
@@ -116,7 +115,7 @@ def words_of(line: str) -> list[str]:
     lexer = shlex.shlex(re.sub(r"\[(\S[^]]*)\]", r"\1", line), posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     words = list(itertools.takewhile(lambda word: not set(word) <= set("|&;<>"), lexer))
-    return [word for word in words[1:] if word != ELLIPSIS]
+    return [PLACEHOLDERS.get(word, word) for word in words[1:] if word != ELLIPSIS]
 
 
 def problem(line: str, *, is_whole: bool) -> str:
@@ -137,14 +136,8 @@ def problem(line: str, *, is_whole: bool) -> str:
     except click.MissingParameter as error:
         return f"{line}: {error.format_message()}" if is_whole and ELLIPSIS not in line else ""
     except click.UsageError as error:
-        return "" if has_placeholder(error, words) else f"{line}: {error.format_message()}"
+        return f"{line}: {error.format_message()}"
     return ""
-
-
-def has_placeholder(error: click.UsageError, words: list[str]) -> bool:
-    """True if the only problem is a value that is a name in capitals, as `--sequence N`."""
-    names = (word for word in words if re.fullmatch(r"[A-Z]+(\+1)?", word))
-    return isinstance(error, click.BadParameter) and any(f"'{name}'" in error.message for name in names)
 
 
 def test_a_command_that_floe_would_not_take_is_found() -> None:
@@ -173,32 +166,6 @@ def test_every_help_has_examples_that_are_valid_as_written_and_that_no_terminal_
     assert [found for line in examples_of(command) if (found := problem(line, is_whole=True))] == []
 
 
-#: Commands with examples that need neither NATS nor Spark: these examples are run.
-RUN = ("segments ls", "segments info", "segments cat", "segments verify", "config check", "version", "completion")
-
-
-@pytest.mark.parametrize("command", RUN)
-def test_the_examples_of_what_reads_only_the_store_work(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    objects = LocalObjects(tmp_path / "store")
-    store, chains = SegmentStore(objects, Layout("data"), spool_dir=tmp_path), ChainStore(objects, Layout("data"))
-    for chain in (Chain("us-east", "NODE_DATA"), Chain("us-east", "NODES")):
-        chains.create_chain(chain, ChainDocument((), 1, 1))
-        rows = [message(n, subject=b"nodes.a.temp", timestamp_ns=time.time_ns()) for n in range(1, 1011)]
-        writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
-        writer.append(batch_of(rows))
-        store.put(writer.finish(footer_of(rows, SequenceRange(1, 1010), level=0, chain=chain)))
-    for name in ("central.yaml", "site.yaml"):
-        (tmp_path / name).write_text(f"site: us-east\nstore: {{url: 'file://{tmp_path}/store', prefix: data}}\n")
-    lines = [line.replace("/etc/floe/", "") for line in examples_of((*command.split(),)) if ELLIPSIS not in line]
-    assert lines
-    for line in lines:
-        result = CliRunner().invoke(floe.cli, words_of(line), prog_name="floe")
-        assert (result.exit_code, bool(result.stdout)) == (0, True), (line, result.output)
-
-
 @pytest.mark.parametrize("path", sorted(reference.PAGES), ids=lambda path: path.name)
 def test_a_generated_page_is_current(path: Path) -> None:
     assert path.read_text() == reference.page(path), "python -m tests.support.reference"
@@ -222,18 +189,26 @@ def missing_code(text: str) -> Iterator[str]:
             yield from (each for each in symbol.split(".") if not re.search(rf"(class|def) {each}\b", code))
 
 
+def anchors_of(path: Path) -> set[str]:
+    text = path.read_text()
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", each.lower()).strip()) for each in headings}
+    return slugs | set(re.findall(r"{ #([\w-]+) }", text))
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_page_names_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check links to files, commands, metrics, and files of the code with their classes and functions."""
+    """Check links, commands, metrics, and files of the code with their classes and functions."""
     monkeypatch.setenv("FLOE_CONFIG", "floe.yaml")
     text = path.read_text()
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    links = [(path.parent / link if link else path, at) for link, at in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", text)]
     wrong = [problem(line, is_whole=True) for line in whole_commands(text)]
     wrong += [problem(line, is_whole=False) for line in INLINE.findall(FENCED.sub("", text).replace("\n", " "))]
     known = {re.sub("_total$", "", each["name"]) for each in reference.metrics()}
     named = set(re.findall(r"\bfloe_[a-z][a-z_]*[a-z]\b", text))
 
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    assert [link for link, _ in links if not link.exists()] == []
+    assert [(link, at) for link, at in links if at and link.suffix == ".md" and at not in anchors_of(link)] == []
     assert [each for each in wrong if each] == []
     assert {name for name in named if re.sub("_(total|bucket|sum|count)$", "", name) not in known} == set()
     if "docs/decisions" not in str(path):  # these name the files of the time of a decision
