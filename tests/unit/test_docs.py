@@ -148,6 +148,12 @@ def test_a_command_that_floe_would_not_take_is_found() -> None:
     assert [bool(problem(line, is_whole=False)) for line in INLINE.findall(text)] == [True, False]
 
 
+def test_commands_that_texts_of_the_code_name_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOE_CONFIG", "floe.yaml")
+    text = re.sub(r'"\s*\n\s*f?"|\s*\n\s*(?:# )?', " ", sources())
+    assert [found for line in INLINE.findall(text) if (found := problem(line, is_whole=False))] == []
+
+
 def examples_of(words: tuple[str, ...]) -> Iterator[str]:
     """Return the lines that a help shows as examples; each is complete, so that it can be pasted."""
     text = inspect.cleandoc(command_at(*words).help or "")
