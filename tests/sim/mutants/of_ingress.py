@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import ingress.chains.locate
 import ingress.chains.plan
 import ingress.delivery
 import ingress.publishers.batches
@@ -215,6 +216,12 @@ def rows_of_former_positions_kept() -> None:
 def segment_read_from_its_beginning() -> None:
     """All rows of a segment that begins below the position are taken."""
 
-    @changing(ingress.chains.plan, "leading_stretches")
-    def whole(leading: Any, *more: Any) -> Any:
-        return [replace(each, rows=each.segment.coverage) for each in leading(*more)]
+    def reading(planning: Any) -> Any:
+        def whole(*more: Any) -> Any:
+            plan = planning(*more)
+            return replace(plan, stretches=tuple(replace(each, rows=each.segment.coverage) for each in plan.stretches))
+
+        return whole
+
+    for module in (ingress.chains.plan, ingress.chains.locate):
+        change(module, "plan_chain", reading)
