@@ -410,6 +410,7 @@ class TargetReport:
 
 
 POSITIONS_INTERVAL_S = 60.0  # seconds between two writes at least
+MAX_WRITERS = 16  # names in a state: so many restarts without the bucket, or since the copy that it was set back to
 POSITIONS_CHECK_INTERVAL_S = 1.0  # seconds between two checks for a change
 
 
@@ -458,7 +459,8 @@ class PositionsWriter:
             raise
         except FloeError:
             return ()
-        return tuple(filter(None, (secrets.token_hex(8), found, *stored.existing.checkpoint.writers[:1])))
+        names = (secrets.token_hex(8), found, *stored.existing.checkpoint.writers)
+        return (*dict.fromkeys(filter(None, names)),)[:MAX_WRITERS]
 
     async def _find_writer(self, stored: StoredState) -> str:
         """Return the writer of the positions in the bucket; empty if any centre may replace them."""
@@ -469,16 +471,12 @@ class PositionsWriter:
         known, has_state = stored.existing.checkpoint.writers, stored.revision > 0
         if found is None or found.writer in ("", *known) or (has_state and not known):
             return found.writer if found else ""
+        text = f"target {self._target}: expected the positions of this centre in the bucket, found those that another"
         command = checkpoint_command(self._target, "--accept" if has_state else "--from-target")
-        raise Stopped(
-            f"target {self._target}: expected the positions of this centre in the bucket, found those that another "
-            f"centre stored at {format_unix(found.time)}",
-            hint=choices(
-                "stop the other centre; or deliver into a stream of another name, in one of them",
-                ("or, if that centre is gone, take its place", command),
-            ),
-            code="E-TARGET-TWICE",
-        )
+        other = "stop the other centre; or deliver into a stream of another name, in one of them"
+        remedy = "or, if that centre is gone, or the bucket or this server was set back, take its place"
+        hint = choices(other, (remedy, command))
+        raise Stopped(f"{text} centre stored at {format_unix(found.time)}", hint=hint, code="E-TARGET-TWICE")
 
     def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
         """True if a write is due, early if a stored value is ahead of a chain moved back or omits a stopped chain."""

@@ -52,7 +52,8 @@ class CheckpointPlan:
 
     @property
     def has_changes(self) -> bool:
-        return bool(self.known.problem) or self.correction.after != self.known.state
+        after = self.correction.after  # None frees the positions in the bucket, even without a state
+        return bool(self.known.problem) or after is None or after != self.known.state
 
 
 class CheckpointEditor:

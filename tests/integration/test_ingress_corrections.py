@@ -171,7 +171,8 @@ async def test_a_target_restored_from_an_old_copy(client: FloeClient, centre: Ce
     await resumes(client, centre, "E-TARGET-BEHIND", wanted, numbers(*found))
 
 
-async def test_a_server_filled_from_the_archive_takes_the_positions_over(client: FloeClient, centre: Centre) -> None:
+@pytest.mark.parametrize("way", ["--from-target", "--forget"])
+async def test_a_server_filled_from_the_archive_is_this_centre(client: FloeClient, centre: Centre, way: str) -> None:
     centre.archive.put(rows_of(1, 30))
     await make(client, centre)
     async with centre.running():
@@ -180,8 +181,12 @@ async def test_a_server_filled_from_the_archive_takes_the_positions_over(client:
     for each in (centre.target, f"KV_{centre.state_bucket}"):
         await client.api(f"STREAM.DELETE.{each}")
     await make(client, centre)
-    stop, _ = await resumes(client, centre, "E-TARGET-TWICE", "--from-target", numbers((1, 30)))
-    assert "expected the positions of this centre in the bucket, found those that another centre stored" in stop["why"]
+    async with service(centre) as health:
+        stop = await ingress.stop_of(centre, health)
+        assert (stop["code"], "--from-target" in stop["hint"]) == ("E-TARGET-TWICE", True)
+        assert "expected the positions of this centre in the bucket, found those that another centre" in stop["why"]
+        assert (await set_by_hand(centre, way, "--yes")).err.startswith("done")
+        await holds(client, centre, numbers((1, 30)))
 
 
 # The state

@@ -129,13 +129,14 @@ class Centre:
         parts = self.documents, self.threads, self.clock
         self.writer = PositionsWriter("T", lambda: (), lambda: self.stored, dict, *parts)
 
-    async def deliver(self, position: int) -> None:
-        """Begin a delivery, close an intent at `position`, and report it."""
+    async def carry(self, position: int) -> None:
+        """Begin a delivery, and close an intent at `position`."""
         self.begin()
-        writers = await self.writer.name_writers(self.stored)
-        self.stored = StoredState(
-            TargetState(Checkpoint(0, "", {A: position}, writers=writers)), self.stored.revision + 1
-        )
+        checkpoint = Checkpoint(0, "", {A: position}, writers=await self.writer.name_writers(self.stored))
+        self.stored = StoredState(TargetState(checkpoint), self.stored.revision + 1)
+
+    async def deliver(self, position: int) -> None:
+        await self.carry(position)
         await self.report(position)
 
     async def report(self, position: int) -> None:
@@ -182,6 +183,19 @@ async def test_a_moved_centre_continues_and_the_one_that_was_copied_stops(docume
     assert documents.read_positions("T").positions == {A: 8}
 
 
+async def test_a_bucket_that_was_away_or_is_set_back_is_that_of_this_centre(documents: ChainStore) -> None:
+    centre, key = Centre(documents, NOTHING), "data/_floe/ingress/T/positions.json"
+    await centre.deliver(7)
+    copy = documents.objects.get(key)
+    await centre.deliver(8)
+    for position in range(9, 20):  # restarts, after which the target gets rows before the bucket is back
+        documents.objects.delete(key)
+        await centre.carry(position)
+    documents.objects.put(key, copy)
+    await centre.deliver(20)
+    assert documents.read_positions("T").positions == {A: 20}
+
+
 @pytest.mark.parametrize("there", ["released", "damaged", "none", "crashed"])
 async def test_positions_of_nobody_are_replaced(documents: ChainStore, there: str) -> None:
     centre = Centre(documents, NOTHING)
@@ -191,9 +205,7 @@ async def test_positions_of_nobody_are_replaced(documents: ChainStore, there: st
         documents.write_positions(TargetPositions("T", 1.0, released=True))
     elif there == "crashed":  # it named itself in its state, and did not come to write its positions
         await centre.deliver(5)
-        centre.begin()
-        checkpoint = Checkpoint(0, "", {A: 6}, writers=await centre.writer.name_writers(centre.stored))
-        centre.stored = StoredState(TargetState(checkpoint), 2)
+        await centre.carry(6)
     await centre.deliver(7)
     assert documents.read_positions("T").positions == {A: 7}
 
