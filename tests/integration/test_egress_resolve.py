@@ -118,14 +118,15 @@ async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(alone,
         status = await running.stopped(stream)
         assert "the first sequence that is not as archived is 201" in status["why"]
         hint = status["hint"]
-        assert "--new-incarnation --from 201" in hint
-        assert "--same" not in hint
+        assert ("--new-incarnation --from 201" in hint, "--same" in hint) == (True, False)
         assert "--same is not possible: the stream is rolled back" in await refused(bench, stream, "--same", "--yes")
-        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 300})
-        (shown,) = (await resolve(bench, stream, "--json")).json()
-        assert (shown["code"], shown["evidence"][0]) == ("E-ROLLED-BACK", {"sequence": 300, "held": "absent"})
-        assert [each["options"] for each in shown["choices"]] == ["--new-incarnation --from 201"]
-        await paste(bench, hint, {"stream": stream})
+    # With egress away: at its next check no message that it compares would differ any more.
+    await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 300})
+    (shown,) = (await resolve(bench, stream, "--json")).json()
+    assert (shown["code"], shown["evidence"][0]) == ("E-ROLLED-BACK", {"sequence": 300, "held": "absent"})
+    assert [each["options"] for each in shown["choices"]] == ["--new-incarnation --from 201"]
+    await paste(bench, hint, {"stream": stream})
+    async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 400, incarnation=1)
     await exact(bench, stream, 1, 201)
 

@@ -31,7 +31,7 @@ async def lost(bench: Bench, count: int = 300, **config: object) -> tuple[str, l
     replicas = 3 if config.get("retention") == "interest" else 0  # the server demands as many as of the stream
     for name in ("one", "two"):
         pulled = {"durable_name": name, "ack_policy": "explicit", "num_replicas": replicas}
-        await create_consumer(bench.client, stream, pulled)
+        await answered(lambda to=pulled: create_consumer(bench.client, stream, to), OutcomeUnknown)
     await bench.publish(stream, [b"%d" % n * (n % 40) for n in range(count)])
     await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": count})
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 11})
