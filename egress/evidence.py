@@ -110,13 +110,17 @@ def _sequences(reader: SegmentReader | StretchReader, rows: SequenceRange) -> It
 
 
 class StreamComparison:
-    """Comparison of the stream with the archive, over `client`. `source`: the state of the stream at that moment."""
+    """Comparison of the stream with the archive, over `client`. `source`: the state of the stream at that moment.
+
+    Each tip is compared once: a message that is deleted meanwhile cannot hide that it differed.
+    """
 
     def __init__(
         self, deps: PartitionDeps, archived: ArchivedMessages, client: FloeClient, source: SourceStream
     ) -> None:
         self._deps, self._archived, self._client, self.source = deps, archived, client, source
         self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
+        self._compared: dict[Tip, Witness] = {}
 
     async def narrow_to_filter(self) -> None:
         """Let the stream begin at this feed's first message, if acknowledgements decide which messages it holds.
@@ -133,12 +137,13 @@ class StreamComparison:
         return await next_message(self._client, self._stream, sequence, self._filter)
 
     async def _message(self, sequence: int) -> Message | None:
-        if not self.source.first <= sequence <= self.source.last:
-            return None
-        return await get_message(self._client, self._stream, sequence)
+        is_within = self.source.first <= sequence <= self.source.last
+        return await get_message(self._client, self._stream, sequence) if is_within else None
 
     async def compare(self, tip: Tip) -> Witness:
-        return _witness(tip, await self._message(tip.sequence))
+        if tip not in self._compared:
+            self._compared[tip] = _witness(tip, await self._message(tip.sequence))
+        return self._compared[tip]
 
     async def tips(self, archive: Archive, current: Incarnation, end: int) -> list[Witness]:
         found = await self._witnesses(archive)
@@ -200,9 +205,8 @@ class StreamComparison:
         held row if nothing is equal. If the newest tip is equal, nothing is listed for this. It is equal except in
         streams that drop single messages.
         """
-        found, row = await self._compare_tips(archive.newest), list[Witness]()
-        if found and not found[0].is_held:
-            row = await self._newest_row(archive)
+        found = await self._compare_tips(archive.newest)
+        row = await self._newest_row(archive) if found and not found[0].is_held else []
         if not is_any_equal([*found, *row]):
             found = await self._compare_tips(await archive.load_older(self.source.first))
         if found and found[-1].held is HeldMessage.DIFFERENT:
@@ -240,9 +244,8 @@ class StreamComparison:
         near = () if message is None else await archive.segments_at(message.sequence)
         if message is None or (ref := choose_segment(near, message.sequence)) is None:
             return []
-        if (tip := await self._row(ref, message.sequence)) is not None:
-            return [_witness(tip, message)]
-        return await self._first_held(ref, ref.coverage, newest=True)
+        tip = await self._row(ref, message.sequence)
+        return [_witness(tip, message)] if tip else await self._first_held(ref, ref.coverage, newest=True)
 
     async def _newest_held(self, end: int) -> Message | None:
         """Return the last message that the source holds up to `end`, by bisection; None if it holds none."""
