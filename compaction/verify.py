@@ -6,8 +6,8 @@ coverage. Deep: every byte of every segment is fetched and proved by its name; e
 its page), in order and within its coverage, and compared with every other segment that has the same sequence.
 
 A chain may have a million segments. One listing of it is kept as a table and checked window by window
-(`common.archive.table`); facts about all of the chain are summed up. The content of segments is checked by *tasks*:
-segments that overlap are in one task, so that a task needs no other.
+(`common.archive.table`); facts about all of the chain are summed up. The content of segments is checked in groups:
+segments that overlap are in one group, so that a group needs no other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from compaction.run import in_parallel, late_rows_remedies
 
 CONCURRENT_REQUESTS = 8
 TAIL_ONLY_HINT = "only the tail names them: egress puts them soon, or its next segment corrects the tail"
-TASK_MAX_BYTES = 256 << 20  # read by one deep task at most, unless segments that overlap have more
+GROUP_MAX_BYTES = 256 << 20  # of one group that is read deep, unless segments that overlap have more
 
 T = TypeVar("T")
 OnSegment = Callable[[SegmentRef, Footer], None]
@@ -119,30 +119,6 @@ class ChainReport:
         return {finding: counts[finding] for finding in FINDINGS}
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyTask:
-    """Segments of one chain that no other segment of it overlaps. `accepted`: accepted gaps in their range."""
-
-    chain: Chain
-    segments: tuple[SegmentRef, ...]
-    accepted: tuple[SequenceRange, ...]
-    deep: bool
-
-
-@dataclass(slots=True)
-class VerifyResult:
-    """Result of a task. `sound`: the segments without a problem of their own. `problems`: with single segments;
-    `cross_problems`: with several.
-    """
-
-    sound: list[SegmentRef] = field(default_factory=list)
-    rows: int = 0
-    contained: int = 0
-    accepted: list[SequenceRange] = field(default_factory=list)
-    problems: list[VerifyProblem] = field(default_factory=list)
-    cross_problems: list[VerifyProblem] = field(default_factory=list)
-
-
 def known_chains(chains: ChainStore) -> list[Chain]:
     """Return all chains with a trace: `chain.json`, a tail, or an end in `stream.json` of the next incarnation."""
     known = {*chains.chains(), *chains.list_tails()}
@@ -184,14 +160,14 @@ def verify_chains(
     reports: list[ChainReport] = []
 
     def begin(chain: Chain) -> tuple[_Verification, SegmentTable]:
-        verification = _Verification(store, chains, chain, deep=deep)
+        verification = _Verification(store, chains, chain, on_segment, deep=deep)
         return verification, verification.begin()
 
     # Ahead of their turn, because a small chain mostly waits for its documents. A deep check takes too long for that.
     for verification, table in in_parallel(begin, selected, 1 if deep else CONCURRENT_REQUESTS):
         on_listed(verification.chain, len(table))
-        for task in verification.tasks(table, window):
-            verification.add_result(_TaskCheck(store, task, on_segment).run())
+        for group in verification.groups(table, window):
+            verification.check(group)
         reports.append(verification.finish())
     return reports
 
@@ -204,11 +180,13 @@ class _Verification:
     missing documents.
     """
 
-    def __init__(self, store: SegmentStore, chains: ChainStore, chain: Chain, *, deep: bool) -> None:
+    def __init__(
+        self, store: SegmentStore, chains: ChainStore, chain: Chain, on_segment: OnSegment | None, *, deep: bool
+    ) -> None:
         self.chain, self._store, self._chains, self._deep = chain, store, chains, deep
-        self._report = ChainReport(chain)
+        self._on_segment, self._report = on_segment, ChainReport(chain)
         self._cross_problems: list[VerifyProblem] = []
-        self._accepted_in_windows: list[SequenceRange] = []
+        self._accepted_in_groups: list[SequenceRange] = []
         self._accepted: list[SequenceRange] = []
         self._covered, self._after_end = CoverageSet(), SegmentTable()
         self._absent = list[str]()
@@ -226,24 +204,20 @@ class _Verification:
         self._accepted = [gap.range for gap in self._chains.gaps(self.chain)]
         return table
 
-    def tasks(self, table: SegmentTable, window: int) -> Iterator[VerifyTask]:
+    def groups(self, table: SegmentTable, window: int) -> Iterator[list[SegmentRef]]:
+        """Return the segments in groups; no segment of another group overlaps any of a group."""
         for each in table.windows(window):
-            task: list[SegmentRef] = []
+            group: list[SegmentRef] = []
             size = 0
             for block in blocks(table.iter_refs(each)):
                 added = sum(segment.size for segment in block) if self._deep else 0
-                if task and size + added > TASK_MAX_BYTES:
-                    yield self._task(task)
-                    task, size = [], 0
-                task += block
+                if group and size + added > GROUP_MAX_BYTES:
+                    yield group
+                    group, size = [], 0
+                group = [*group, *block]
                 size += added
-            if task:
-                yield self._task(task)
-
-    def _task(self, segments: Sequence[SegmentRef]) -> VerifyTask:
-        within = SequenceRange(segments[0].coverage.first, max(s.coverage.last for s in segments))
-        accepted = tuple(gap for gap in self._accepted if gap.overlaps(within))
-        return VerifyTask(self.chain, tuple(segments), accepted, self._deep)
+            if group:
+                yield group
 
     # Documents and captures
 
@@ -296,15 +270,17 @@ class _Verification:
                 text += f", nor in {self._other_partitions} other partitions" if self._other_partitions else ""
                 self._report.problems.append(VerifyProblem("document", text, hint, finding_override="missing"))
 
-    def add_result(self, result: VerifyResult) -> None:
-        """Add the result of a task; the tasks of one chain in their order."""
-        report = self._report
-        self._add(result.sound)
-        report.rows += result.rows
-        report.contained += result.contained
-        report.problems += result.problems
-        self._cross_problems += result.cross_problems
-        self._accepted_in_windows += result.accepted
+    # Segments
+
+    def check(self, group: Sequence[SegmentRef]) -> None:
+        """Check a group; the groups of one chain in their order. Raises the errors of the store."""
+        footers = self._footers(group)
+        sound = [segment for segment in group if segment.key in footers]
+        self._add(sound)
+        self._check_unread(sound, footers)
+        self._check_levels(sound, footers)
+        if self._deep:
+            self._check_rows(sound)
 
     def _add(self, segments: Sequence[SegmentRef]) -> None:
         """Count sound segments. No other segment may overlap any of them."""
@@ -320,6 +296,91 @@ class _Verification:
             if self._end is not None and coverage.last > self._end:
                 self._after_end.extend([segment])
 
+    def _footers(self, group: Sequence[SegmentRef]) -> dict[str, Footer]:
+        """Return the footers of sound segments, by key; note a problem for each damaged one."""
+        footers: dict[str, Footer] = {}
+        # Whole segments are read one after the other: each may need much memory.
+        with ThreadPoolExecutor(1 if self._deep else CONCURRENT_REQUESTS) as pool:
+            found = pool.map(partial(check_segment, self._store, deep=self._deep), group)
+            for segment, footer in zip(group, found, strict=True):
+                if isinstance(footer, Footer):
+                    footers[segment.key] = footer
+                    self._report.rows += footer.rows
+                    if self._on_segment is not None:
+                        self._on_segment(segment, footer)
+                elif footer is not None:
+                    self._report.problems.append(footer)
+        return footers
+
+    def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
+        """Check unread sequences: rows of them in other segments, and those of a filled hole that no segment has."""
+        found = self._cross_problems
+        for stretch in cover(segments, 1):
+            if footers[stretch.segment.key].unread is None:
+                continue
+            try:
+                segment = stretch.segment
+                with reading(segment, SegmentGone), open_stretch(self._store, stretch, refs=segments) as reader:
+                    found += _late_problems(reader, segment, self.chain)
+                    found += self._gone_problems(reader)
+            except UnreadableSegment:
+                continue
+            except ForkError as error:
+                found.append(VerifyProblem("fork", error.message, error.hint, stretch.rows))
+
+    def _gone_problems(self, reader: StretchReader) -> Iterator[VerifyProblem]:
+        if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
+            return
+        left = holes(self._accepted, reader.unread)
+        self._accepted_in_groups += holes(left, reader.unread)
+        for rows in left:
+            if missing := reader.max_missing(rows):
+                text = f"{missing} of {rows} were gone from the source when the hole there was filled"
+                yield VerifyProblem("gone", text, filled_hole_remedies(self.chain, rows), rows)
+
+    def _check_levels(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
+        for supersession in find_supersessions(segments):
+            below, [above, *others] = supersession.superseded, supersession.superseding
+            self._report.contained += len(below)
+            size, rows = sum(len(s.coverage) for s in below), sum(footers[s.key].rows for s in below)
+            found = footers[above.key].rows
+            # Late rows may have been united into it: of the sequences that those below had not read, and no others.
+            unread = sum(footers[s.key].ledger.unread() for s in below)
+            if others or size > len(above.coverage):
+                continue  # they can be compared once another segment is gone
+            if not (holes([s.coverage for s in below], above.coverage) or rows <= found <= rows + unread):
+                text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, found {found}"
+                self._cross_problems.append(VerifyProblem("rows", text, rows=above.coverage))
+
+    def _check_rows(self, segments: Sequence[SegmentRef]) -> None:
+        for block in blocks(segments):
+            within = SequenceRange(block[0].coverage.first, max(s.coverage.last for s in block))
+            try:
+                for _batch in union(block, self._store.open) if len(block) > 1 else ():
+                    pass  # the union compares equal sequences of different segments
+            except ForkError as error:
+                hint = "\n".join([f"{error.hint}:", *map(quarantine_command, error.keys)])
+                self._cross_problems.append(VerifyProblem("fork", error.message, hint, within))
+            except UnreadableSegment as found:
+                if not found.is_gone:  # it was sound when it was checked
+                    self._cross_problems.append(VerifyProblem("damaged", found.error.message, rows=within))
+        for supersession in find_supersessions(segments):
+            self._cross_problems += self._missing_rows(supersession)
+
+    def _missing_rows(self, supersession: Supersession) -> Iterator[VerifyProblem]:
+        for part in supersession.parts(-(-len(supersession.superseded) // 2)):
+            try:
+                prove_by_reading(self._store, part)
+            except DataError as error:
+                if isinstance(error, SegmentGone):
+                    continue
+                if len(part.superseded) > 1:
+                    yield from self._missing_rows(part)
+                elif error.code != "E-FORK":  # reported above
+                    late = "the next `floe compact` merges it with the segment that covers it"
+                    hint = late if error.code == "E-ROWS-MISSING" else ""
+                    yield VerifyProblem("rows", error.message, hint, part.superseded[0].coverage)
+
     # The whole chain
 
     def finish(self) -> ChainReport:
@@ -331,7 +392,7 @@ class _Verification:
         report.levels = dict(sorted(report.levels.items()))
         self._check_coverage()
         self._check_end()
-        report.accepted += self._accepted_in_windows
+        report.accepted += self._accepted_in_groups
         report.problems += self._cross_problems
         return report
 
@@ -360,109 +421,6 @@ class _Verification:
             text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, are after the end of the "
             text += f"incarnation, {self._end}: no target gets them"
             self._report.problems.append(VerifyProblem("behind", text, leftover_remedies(self.chain, rows), rows))
-
-
-class _TaskCheck:
-    """Check of the segments of one task. Raises the errors of the store; problems of the data are in the result."""
-
-    def __init__(self, store: SegmentStore, task: VerifyTask, on_segment: OnSegment | None) -> None:
-        self._store, self._task, self._on_segment, self._result = store, task, on_segment, VerifyResult()
-
-    def run(self) -> VerifyResult:
-        footers = self._footers()
-        segments = self._result.sound
-        self._check_unread(segments, footers)
-        self._check_levels(segments, footers)
-        if self._task.deep:
-            self._check_rows(segments)
-        return self._result
-
-    def _footers(self) -> dict[str, Footer]:
-        """Return the footers of sound segments, by key; note a problem for each damaged one."""
-        footers: dict[str, Footer] = {}
-        deep, segments = self._task.deep, self._task.segments
-        # Whole segments are read one after the other: each may need much memory.
-        with ThreadPoolExecutor(1 if deep else CONCURRENT_REQUESTS) as pool:
-            found = pool.map(partial(check_segment, self._store, deep=deep), segments)
-            for segment, footer in zip(segments, found, strict=True):
-                if isinstance(footer, Footer):
-                    footers[segment.key] = footer
-                    self._result.sound.append(segment)
-                    self._result.rows += footer.rows
-                    if self._on_segment is not None:
-                        self._on_segment(segment, footer)
-                elif footer is not None:
-                    self._result.problems.append(footer)
-        return footers
-
-    def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
-        """Check unread sequences: rows of them in other segments, and those of a filled hole that no segment has."""
-        found = self._result.cross_problems
-        for stretch in cover(segments, 1):
-            if footers[stretch.segment.key].unread is None:
-                continue
-            try:
-                segment = stretch.segment
-                with reading(segment, SegmentGone), open_stretch(self._store, stretch, refs=segments) as reader:
-                    found += _late_problems(reader, segment, self._task.chain)
-                    found += self._gone_problems(reader)
-            except UnreadableSegment:
-                continue
-            except ForkError as error:
-                found.append(VerifyProblem("fork", error.message, error.hint, stretch.rows))
-
-    def _gone_problems(self, reader: StretchReader) -> Iterator[VerifyProblem]:
-        if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
-            return
-        left = holes(self._task.accepted, reader.unread)
-        self._result.accepted += holes(left, reader.unread)
-        for rows in left:
-            if missing := reader.max_missing(rows):
-                text = f"{missing} of {rows} were gone from the source when the hole there was filled"
-                yield VerifyProblem("gone", text, filled_hole_remedies(self._task.chain, rows), rows)
-
-    def _check_levels(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
-        for supersession in find_supersessions(segments):
-            below, [above, *others] = supersession.superseded, supersession.superseding
-            self._result.contained += len(below)
-            size, rows = sum(len(s.coverage) for s in below), sum(footers[s.key].rows for s in below)
-            found = footers[above.key].rows
-            # Late rows may have been united into it: of the sequences that those below had not read, and no others.
-            unread = sum(footers[s.key].ledger.unread() for s in below)
-            if others or size > len(above.coverage):
-                continue  # they can be compared once another segment is gone
-            if not (holes([s.coverage for s in below], above.coverage) or rows <= found <= rows + unread):
-                text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, found {found}"
-                self._result.cross_problems.append(VerifyProblem("rows", text, rows=above.coverage))
-
-    def _check_rows(self, segments: Sequence[SegmentRef]) -> None:
-        for block in blocks(segments):
-            within = SequenceRange(block[0].coverage.first, max(s.coverage.last for s in block))
-            try:
-                for _batch in union(block, self._store.open) if len(block) > 1 else ():
-                    pass  # the union compares equal sequences of different segments
-            except ForkError as error:
-                hint = "\n".join([f"{error.hint}:", *map(quarantine_command, error.keys)])
-                self._result.cross_problems.append(VerifyProblem("fork", error.message, hint, within))
-            except UnreadableSegment as found:
-                if not found.is_gone:  # it was sound when it was checked
-                    self._result.cross_problems.append(VerifyProblem("damaged", found.error.message, rows=within))
-        for supersession in find_supersessions(segments):
-            self._result.cross_problems += self._missing_rows(supersession)
-
-    def _missing_rows(self, supersession: Supersession) -> Iterator[VerifyProblem]:
-        for part in supersession.parts(-(-len(supersession.superseded) // 2)):
-            try:
-                prove_by_reading(self._store, part)
-            except DataError as error:
-                if isinstance(error, SegmentGone):
-                    continue
-                if len(part.superseded) > 1:
-                    yield from self._missing_rows(part)
-                elif error.code != "E-FORK":  # reported above
-                    late = "the next `floe compact` merges it with the segment that covers it"
-                    hint = late if error.code == "E-ROWS-MISSING" else ""
-                    yield VerifyProblem("rows", error.message, hint, part.superseded[0].coverage)
 
 
 def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer | VerifyProblem | None:

@@ -207,7 +207,7 @@ def test_the_findings_are_the_same_however_the_segments_are_divided(tmp_path: Pa
     site.archive.put(81, 90, rows(range(86, 91)), **expired)
     site.archive.put(82, 90)
     here = verify_chains(store, site.chains, [CHAIN], deep=True)
-    monkeypatch.setattr("compaction.verify.TASK_MAX_BYTES", 1)
+    monkeypatch.setattr("compaction.verify.GROUP_MAX_BYTES", 1)
     there = verify_chains(store, site.chains, [CHAIN], deep=True, window=1)
     texts = [sorted((p.kind, p.text) for p in report.problems) for [report] in (here, there)]
     assert texts[0] == texts[1]

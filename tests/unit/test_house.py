@@ -21,13 +21,13 @@ MOST_LINES = {
     "common": 14_755,
     "egress": 9_636,
     "ingress": 13_355,
-    "compaction": 3_569,
+    "compaction": 3_540,
     "floe.py": 161,
     "pyspark_floe.py": 22,
     "infra": 3_220,
     "bench": 1_548,
 }
-MOST_TEST_LINES = 44_680
+MOST_TEST_LINES = 44_709
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines; a smaller file needs more than one importer
 # A comment or a string of Python before 3.12; `tokenize` finds the same, and needs twenty times as long for the tree.
