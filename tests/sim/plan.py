@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from tests.sim.streams import INTEREST, LIMITS, WORK_QUEUE
 
 MESSAGES = 250
+TARGET = "CENTRAL"
+STATE = f"$KV.FLOE_STATE.ingress.{TARGET}"  # the key of ingress's state of its target
 CHANGING = "changing"  # the source is recreated, set back, deleted; an operator acts on the status of egress
 SAMPLED = "sampled"  # the feed is sampled, with snapshots
 LOST = "lost"  # the source is deleted, and restored from its archive

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from tests.sim.actors import ForeignWriter, Member
 from tests.sim.nats import SimNats
 from tests.sim.network import Link
-from tests.sim.plan import Cut
+from tests.sim.plan import LOST, SAMPLED, STATE, TARGET, Plan
 from tests.sim.store import SimObjects, StoreMood
 from tests.sim.world import Killed, Process, World
+
+Members = Mapping[str, Member]
 
 KINDS = (
     "kill", "pause", "cut", "delay", "blackhole", "restart", "answers", "drops", "late_api", "leader", "stale",
@@ -26,8 +28,11 @@ STRIKES: tuple[tuple[str | tuple[str, ...], float, str], ...] = (
     ("compaction.", 0.1, ""), (("ingress.after_intent", "ingress.before_close"), 0.15, "far"),
     ("ingress.after_close", 0.15, "kept"),
 )  # fmt: skip
+#: The same for half of the worlds of a kind, in place of a strike by chance.
+AIMS = {LOST: ("restore.", 0.15, "kill"), SAMPLED: ("egress.after_snapshot", 0.25, "kill")}
 SENDING = ("ingress.after_intent", "ingress.mid_batch")  # points for a foreign message in between, and its chance
 BETWEEN = 0.1
+WAITS = 4  # times in which the stream of advisories has no leader
 
 
 def _near(links: Sequence[Link]) -> None:
@@ -38,31 +43,26 @@ def _near(links: Sequence[Link]) -> None:
 class Saboteur:
     """A plan of faults on `members`, the server and the store until `end`; `calm` takes all of them back.
 
-    `target`, `state`: the target stream, and the key of the state that ingress keeps of it; `foreign`: another writer
-    to the target, or None. `cut`: faults that are left out.
+    `foreign`: another writer to the target, or None.
     """
 
     def __init__(
-        self,
-        servers: Sequence[SimNats],
-        objects: SimObjects,
-        members: Mapping[str, Member],
-        target: str,
-        state: str,
-        foreign: ForeignWriter | None,
-        cut: Cut,
+        self, servers: list[SimNats], objects: SimObjects, members: Members, foreign: ForeignWriter | None, plan: Plan
     ) -> None:
         self.world: World = servers[0].world
-        self._servers, self._objects, self._members = servers, objects, members
+        self._servers, self._objects, self._members, self._foreign = servers, objects, members, foreign
         self._nats = servers[0]  # of the current fault; the first one is the centre's
-        self._target, self._state, self._foreign = target, state, foreign
         self._rng = self.world.chance("saboteur")
         self.kinds = sorted(self._rng.sample(KINDS, self._rng.randint(LEAST_KINDS, MOST_KINDS)))
         self._aimed = [each for each in AIMED if each in self.kinds]
-        self._struck, self._strike_chance, self._strike_kind = self._rng.choice(STRIKES)
+        strike, aim = self._rng.choice(STRIKES), self.world.chance("aim")
+        is_aimed = plan.kind in AIMS and aim.random() < 0.5
+        self._struck, self._strike_chance, self._strike_kind = AIMS[plan.kind] if is_aimed else strike
+        for _ in range(WAITS if is_aimed and plan.kind == SAMPLED else 0):
+            self.world.at(aim.uniform(5, 40), self._advisories)
         self.end, self.every = 0.0, 5.0
         self.count: Counter[str] = Counter()
-        self._left_out, self._number = cut, 0
+        self._left_out, self._number = plan.cut, 0
         self.happened: list[tuple[int, str]] = []  # number and kind of each fault
 
     def allows(self, fault: str) -> bool:
@@ -207,16 +207,17 @@ class Saboteur:
 
     def _drops(self) -> None:
         """Lose deliveries of consumers, as a cluster does."""
-        self._set_chance("lost_deliveries", 0.15)
+        # A short loss of all takes the last one before a pause, too.
+        self._set_chance("lost_deliveries", *self._rng.choice([(0.15, 10.0), (1.0, 2.0)]))
 
     def _late_api(self) -> None:
         self._set_chance("late_requests", self._rng.choice([0.05, 0.3]))
 
-    def _set_chance(self, name: str, chance: float) -> None:
+    def _set_chance(self, name: str, chance: float, most: float = 10.0) -> None:
         """Set a chance of the server for a while."""
         nats = self._nats
         setattr(nats, name, chance)
-        self._later(10, lambda: setattr(nats, name, 0.0))
+        self._later(most, lambda: setattr(nats, name, 0.0))
 
     def _streams(self) -> list[str]:
         """One stream, or all."""
@@ -226,9 +227,14 @@ class Saboteur:
     def _leader(self) -> None:
         self._nats.depose(self._streams(), self.world.now + self._rng.uniform(0, 8), 0.0)
 
+    def _advisories(self) -> None:
+        """Take the leader from the stream of advisories."""
+        if self.allows("advisories"):
+            self._servers[0].depose(["ADVISED"], self.world.now + self._rng.uniform(1, 8), 0.0)
+
     def _kept(self) -> None:
         """Take the leader from the target, or from the bucket with the state of ingress."""
-        names = [name for name in ("KV_FLOE_STATE", self._target) if name in self._nats.streams]
+        names = [name for name in ("KV_FLOE_STATE", TARGET) if name in self._nats.streams]
         self._nats.depose(names and [self._rng.choice(names)], self.world.now + self._rng.uniform(2, 10), 0.0)
 
     def _stale(self) -> None:
@@ -242,10 +248,10 @@ class Saboteur:
         The state of the target in its bucket was synced; messages since then were not. Processes of ingress die with
         it: one that had seen an acknowledgement of these would close its intent, and stop (E-TARGET-BEHIND).
         """
-        target, bucket = self._nats.streams.get(self._target), self._nats.streams.get("KV_FLOE_STATE")
+        target, bucket = self._nats.streams.get(TARGET), self._nats.streams.get("KV_FLOE_STATE")
         if target is None or bucket is None or not self._nats.is_up:
             return
-        states = bucket.by_subject.get(self._state.encode(), [])
+        states = bucket.by_subject.get(STATE.encode(), [])
         text = bucket.messages[states[-1]].payload if states else b""
         if (base := re.search(rb'"intent": ?\{"base": ?(\d+)', text)) is None:
             return

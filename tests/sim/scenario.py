@@ -22,7 +22,7 @@ from tests.sim.company import MANY, Company
 from tests.sim.hardships import HOSTILE_SITE, Hardship
 from tests.sim.nats import SimNats
 from tests.sim.operator import Operator
-from tests.sim.plan import ACCOUNT, CHANGING, HOSTILE, LOST, MESSAGES, REPLAYED, SAMPLED, SWITCHED, Cut, Plan
+from tests.sim.plan import ACCOUNT, CHANGING, HOSTILE, LOST, MESSAGES, REPLAYED, SAMPLED, SWITCHED, TARGET, Cut, Plan
 from tests.sim.recovery import Disaster, Replays
 from tests.sim.saboteur import Saboteur
 from tests.sim.sampled import ADVISED, SAMPLING, Choices
@@ -32,8 +32,7 @@ from tests.sim.strands import Carriers
 from tests.sim.streams import INTEREST, LIMITS, Stream
 from tests.sim.world import Overdue, World
 
-SOURCE, TARGET, PREFIX = "ORDERS", "CENTRAL", "c"
-STATE = f"$KV.FLOE_STATE.ingress.{TARGET}"  # the key of ingress's state of its target
+SOURCE, PREFIX = "ORDERS", "c"
 PUBLISHING, BREAKING = 36.0, 44.0  # seconds of messages, and of faults
 TO_THE_END = 240.0  # simulated seconds without faults until everything has arrived
 LISTED_WITHIN = 160.0  # seconds more until scheduled listings have found what a site left
@@ -92,7 +91,7 @@ class Scenario:
         self._errors_before = unexpected_errors()
         foreign = self.foreign if self.plan.is_shared else None
         servers = [*self.company.servers.values()]
-        self.saboteur = Saboteur(servers, self.objects, self.members, TARGET, STATE, foreign, cut)
+        self.saboteur = Saboteur(servers, self.objects, self.members, foreign, self.plan)
         self.changes = SourceChanges(self.nats, self.tap, SOURCE, self.saboteur.allows, is_quiet=self.plan.is_quiet)
         self.operator = Operator(world, self.members, 1.0) if cut.chains else Operator(world, self.members)
 
