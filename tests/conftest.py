@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -62,6 +64,9 @@ _list_services = Loader.list_available_services
 _services = cache(lambda kind: _list_services(Loader(), kind))
 Loader.list_available_services = lambda _, type_name: _services(type_name)  # type: ignore[method-assign]
 
+# The modules and the tests stay to the end: the collector need not traverse them over and over.
+gc.disable()
+atexit.register(gc.unfreeze)
 canaries.watch()
 asyncio.set_event_loop_policy(virtual.Policy())
 
@@ -108,6 +113,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         order += [path, *others[index * each : (index + 1) * each]]
     order += others[len(worlds) * each :]
     items[:] = [item for path in order for item in files[path]]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
