@@ -6,6 +6,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
@@ -27,6 +28,7 @@ DOCS = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 ROLES = reference.ROLES
 
 
+@cache
 def sources() -> str:
     return "".join(path.read_text() for role in (*ROLES, "infra") for path in (ROOT / role).rglob("*.py"))
 

@@ -103,10 +103,12 @@ def metrics() -> list[dict[str, Any]]:
 # The pages
 
 
+@cache
 def data(name: str) -> Any:
     return yaml.safe_load((HERE / f"{name}.yaml").read_text())
 
 
+@cache
 def alerts() -> list[dict[str, Any]]:
     """Return the alerts, with the labels in their summaries as words, and the page of their runbooks."""
     groups = yaml.safe_load((ROOT / "infra" / "prometheus" / "floe.rules.yml").read_text())["groups"]
