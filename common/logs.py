@@ -163,8 +163,8 @@ def set_level(level: str) -> None:
     global _level
     _level = getattr(logging, level.upper())
     logging.getLogger().setLevel(max(_level, logging.WARNING))
-    for name in _names:
-        logging.getLogger(name).setLevel(_level)
+    for logger in (each for each in map(logging.getLogger, _names) if each.level != _level):
+        logger.setLevel(_level)  # clears the caches of all loggers
 
 
 def add_fields(**fields: Any) -> None:
