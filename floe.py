@@ -1,6 +1,7 @@
 """The command `floe`: it lists the commands of all parts and imports only the one that is called."""
 
 import functools
+import gc
 import importlib.util
 import os
 import signal
@@ -102,9 +103,7 @@ class LazyGroup(click.Group):
             message = f"{error.message} Name a command before it: {', '.join(group.list_commands(error.ctx))}."
             raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -112,8 +111,7 @@ class LazyGroup(click.Group):
 
             if not (close := difflib.get_close_matches(args[0], COMMANDS, n=1)):
                 raise
-            message = f"No such command {args[0]!r}. Did you mean {close[0]}?"
-            raise click.UsageError(message, ctx) from error
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {close[0]}?", ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
@@ -140,10 +138,14 @@ def cli(ctx: click.Context, verbose: bool, debug: bool) -> None:  # noqa: ARG001
 
     The configuration is -c FILE, else FLOE_CONFIG, else /etc/floe/floe.yaml.
     """
+    if not gc.isenabled():  # by `main`
+        gc.freeze()
+        gc.enable()
     ctx.obj = {name: functools.partial(resolve_name, target) for name, target in PART_FUNCTIONS.items()}
 
 
 def main() -> None:
+    gc.disable()  # while modules are loaded, which stay: that is a tenth of the time to start
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed: the next file opened would get its descriptor
             os.open(os.devnull, os.O_RDWR)
@@ -177,8 +179,7 @@ def main() -> None:
 
 def _command_words(arguments: list[str]) -> list[str]:
     """Return the arguments from the name of the command on."""
-    begins = (index for index, word in enumerate(arguments) if not word.startswith("-"))
-    return arguments[next(begins, len(arguments)) :]
+    return arguments[next((at for at, word in enumerate(arguments) if not word.startswith("-")), len(arguments)) :]
 
 
 def _uses_spark(words: Sequence[str]) -> bool:
@@ -188,13 +189,12 @@ def _uses_spark(words: Sequence[str]) -> bool:
 
 def _check_common_package() -> None:
     """Exit with 78 if `common` is from another distribution: many use that name."""
-    home = Path(__file__).resolve().parent
+    home = Path(__file__).resolve().parent / "common"
     spec = importlib.util.find_spec("common")
     found = [Path(place).resolve() for place in (spec and spec.submodule_search_locations) or ()]
-    if found != [home / "common"]:
-        where = ", ".join(map(str, found)) or "nowhere"
+    if found != [home]:
         click.echo(
-            f"error[E-COMMON]: the package common: expected {home / 'common'}, found {where}; "
+            f"error[E-COMMON]: the package common: expected {home}, found {', '.join(map(str, found)) or 'nowhere'}; "
             "install floe-jetstream in an environment of its own, and unset PYTHONPATH",
             err=True,
         )
