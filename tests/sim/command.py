@@ -38,4 +38,4 @@ def quarter(number: int) -> None:
     each = SEEDS // 4
     worlds(f"{each * (number - 1) + 1}-{each * number}", "--twice", "3" if number in (2, 4) else "2")
     if number in MANY:
-        worlds(str(MANY[number]), "--chains", "40", "--twice", "1" if number == 1 else "0")
+        worlds(str(MANY[number]), "--chains", "40")

@@ -30,8 +30,10 @@ CONF = {
     "spark.sql.shuffle.partitions": "2",
     "spark.driver.memory": "1g",
     "spark.ui.showConsoleProgress": "false",
-    # For jobs of a few rows, compiling them well costs more than it saves.
-    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+    # For jobs of a few rows, compiling well costs more than it saves, and so does verifying Spark's classes.
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 "
+    "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote",
+    "spark.sql.adaptive.enabled": "false",
     "spark.sql.codegen.wholeStage": "false",
     "spark.python.daemon.module": "tests.support.spark_daemon",
 }
