@@ -30,7 +30,7 @@ from common.settings.loader import load
 from tests.support.basics import SharedS3, seeded
 from tests.support.compaction import Archive, begun, rows, run
 from tests.support.segments import batch_of, message
-from tests.support.spark import spark_session
+from tests.support.spark import finished, spark_session
 
 ROOT = Path(__file__).parents[2]
 DUCKDB_1_4 = ROOT / ".venv" / "duckdb-1.4"  # with httpfs, by `make setup`
@@ -120,7 +120,7 @@ def with_stream(archive: Archive) -> Table:
     reader = spark_reader(archive, spark_session().readStream).option("max_rows_per_batch", 250)
     writer = reader.load().writeStream.foreachBatch(lambda frame, _: batches.append(frame.toArrow()))
     writer = writer.option("checkpointLocation", f"{archive.folder}/checkpoint").trigger(availableNow=True)
-    writer.start().awaitTermination()
+    finished(writer.start)
     assert len(batches) > 2
     found = plain(pa.concat_tables(batches))
     return sorted(found, key=lambda row: (row["site"], row["feed"], row["incarnation"], row["partition"]))

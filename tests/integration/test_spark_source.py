@@ -13,7 +13,7 @@ from common.archive.columns import record_batch
 from common.archive.documents import ChainDocument, ChainStore
 from common.chain import Chain
 from tests.support.compaction import CHAIN, Archive, begun, rows, run
-from tests.support.spark import counted_bytes, counting_source, spark_session
+from tests.support.spark import counted_bytes, counting_source, finished, spark_session
 
 pytestmark = pytest.mark.spark
 OTHER = Chain("eu-west", "NODES", 1, 2)
@@ -150,26 +150,14 @@ class Sink:
     def __init__(self, archive: Archive) -> None:
         self._archive, self.folder = archive, archive.folder / "sink"
 
-    def start(self, trigger: dict[str, object], **options: object) -> StreamingQuery:
+    def run(self, **options: object) -> StreamingQuery:
+        """Run a query over everything that is there now."""
         reader = spark_session().readStream.format("floe").option("url", f"file://{self._archive.folder}/store")
         for name, value in {"subject": "nodes.>", **options}.items():
             reader = reader.option(name, str(value))
         writer = reader.load().writeStream.format("parquet")
         writer = writer.option("checkpointLocation", f"{self._archive.folder}/checkpoint")
-        return writer.trigger(**trigger).start(str(self.folder))
-
-    def run(self, **options: object) -> StreamingQuery:
-        """Run a query over everything that is there now. Spark gives its Python process ten seconds to start, whatever
-        else runs on the machine.
-        """
-        while True:
-            query = self.start({"availableNow": True}, **options)
-            try:
-                query.awaitTermination()
-                return query
-            except StreamingQueryException as error:
-                if "Python worker failed to connect back" not in str(error):
-                    raise
+        return finished(lambda: writer.trigger(availableNow=True).start(str(self.folder)))
 
     def found(self) -> list[tuple[str, int]]:
         if not (self.folder / "_spark_metadata").exists():

@@ -6,15 +6,17 @@ import time
 import uuid
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.streaming import StreamingQuery
 from pyspark.sql.types import StructType
 
 from common.archive.store import SegmentStore
@@ -45,6 +47,20 @@ def spark_session() -> SparkSession:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # py4j and pyspark warn about their own code
         return start_session("local[2]", CONF)
+
+
+def finished(start: Callable[[], StreamingQuery]) -> StreamingQuery:
+    """Start a query that ends by itself, and return it then. Spark gives its Python process ten seconds to start,
+    whatever else runs on the machine: on exactly this error the query is started again.
+    """
+    while True:
+        query = start()
+        try:
+            query.awaitTermination()
+            return query
+        except StreamingQueryException as error:
+            if "Python worker failed to connect back" not in str(error):
+                raise
 
 
 class SharedSpark(Spark):
