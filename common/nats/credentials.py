@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import nkeys  # type: ignore[import-untyped]
 from pydantic import SecretStr
 
 from common.clock import Clock
@@ -143,6 +142,8 @@ class _File:
             raise self._credential_error(f"the JWT expired {clock.now() - expires:.0f} s ago")
 
     def _key_pair(self) -> Any:
+        import nkeys  # type: ignore[import-untyped]
+
         content = self._read()
         found = _SEED.search(content)
         try:
