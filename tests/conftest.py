@@ -39,6 +39,9 @@ for _name in [n for n in os.environ if n.startswith(("AWS_", "NATS_", "FLOE_")) 
 for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
     os.environ.pop(_name, None)
 
+# For jobs of a few rows, Java need not compile well.
+for _name in ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"):
+    os.environ[_name] = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
 
 # A shell starts background processes with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
