@@ -214,7 +214,7 @@ class _Verification:
                 if group and size + added > GROUP_MAX_BYTES:
                     yield group
                     group, size = [], 0
-                group = [*group, *block]
+                group += block
                 size += added
             if group:
                 yield group
