@@ -384,7 +384,7 @@ class _Verification:
     # The whole chain
 
     def finish(self) -> ChainReport:
-        """Return the report, after all tasks were taken."""
+        """Return the report, after all groups were checked."""
         report = self._report
         # Read at the end: sequences that retention has deleted meanwhile are no hole.
         floor = self._read(lambda: self._chains.read_floor(self.chain))
