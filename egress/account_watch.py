@@ -178,8 +178,8 @@ class AccountWatch:
 
     def _deleted(self, name: str, report: FeedReport) -> DeletedStream:
         first, end, last = report.bounds
-        known = [each for each in (last, self._known_ends.get(name)) if each is not None]
-        last = max(*known, end) if known else None
+        last = self._known_ends.get(name) if last is None else last  # the stream that was found may be another one
+        last = None if last is None else max(last, end)
         return DeletedStream(self._clock.now(), end, last, unarchived(last, end, first))
 
     async def _subscribe(self, pending: PendingError) -> None:
