@@ -40,8 +40,7 @@ for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PRO
     os.environ.pop(_name, None)
 
 # For jobs of a few rows, Java need not compile well.
-for _name in ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"):
-    os.environ[_name] = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+os.environ |= dict.fromkeys(("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"), "-XX:+UseSerialGC -XX:TieredStopAtLevel=1")
 
 # A shell starts background processes with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

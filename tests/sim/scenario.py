@@ -216,7 +216,9 @@ class Scenario:
             world.at(plan.centre_begins if name.startswith("ingress") else 0.0, member.start)
         # An interest stream keeps nothing before each partition has its durable.
         kept = plan.parts if plan.retention == INTEREST else 0
-        self.publishers.may_begin = lambda: self.source is not None and len(self.source.consumers) >= kept
+        self.publishers.may_begin = lambda: (
+            self.source is not None and len({str(each.filters) for each in self.source.consumers.values()}) >= kept
+        )
         world.at(1.0, self.publishers.begin)
         self.company.begin(PUBLISHING, self.saboteur.allows, plan)
         self.company.doom(self.members, self.saboteur.kill_ingress)
