@@ -1,16 +1,30 @@
-"""The tree of the product, for the page docs/design/tree.md."""
+"""The files of the product, each parsed once in a process, and their tree for the page docs/design/tree.md."""
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TOPS = ("floe.py", "pyspark_floe.py", "common", "egress", "ingress", "compaction", "infra", "bench")
 
 
+tree_of = cache(ast.parse)
+
+
+def parsed(path: Path) -> ast.Module:
+    return tree_of(path.read_text())
+
+
+@cache
+def every_node(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes below `tree`, without the contexts of names: one list for all tests that look for some."""
+    return [node for node in ast.walk(tree) if not isinstance(node, ast.expr_context)]
+
+
 def first_line(path: Path) -> str:
     """Return the first sentence of a file's docstring; empty without one."""
-    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+    text = " ".join((ast.get_docstring(parsed(path)) or "").split("\n\n")[0].split())
     return re.split(r"(?<=[.])\s", text)[0]
 
 

@@ -26,18 +26,19 @@ from tests.support.reference import command_at, commands
 ROOT = Path(__file__).parents[2]
 DOCS = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 ROLES = reference.ROLES
+PYTHON = [path for role in (*ROLES, "infra") for path in (ROOT / role).rglob("*.py")]
 
 
 @cache
 def sources() -> str:
-    return "".join(path.read_text() for role in (*ROLES, "infra") for path in (ROOT / role).rglob("*.py"))
+    return "".join(path.read_text() for path in PYTHON)
 
 
 def exits_in_code() -> set[tuple[str, str]]:
     """Return the error codes with the exit codes of the classes that are raised with them."""
     kinds = {name: each for name, each in vars(errors).items() if getattr(each, "default_code", "")}
     found = {(each.default_code, str(each.exit_code)) for each in kinds.values()}
-    for node in ast.walk(ast.parse("\n".join(line for line in sources().splitlines() if "__future__" not in line))):
+    for node in itertools.chain.from_iterable(tree.every_node(tree.parsed(path)) for path in PYTHON):
         if isinstance(node, ast.Call) and (kind := kinds.get(getattr(node.func, "id", ""))):
             codes = [key.value for key in node.keywords if key.arg == "code" and isinstance(key.value, ast.Constant)]
             found |= {(str(code.value), str(kind.exit_code)) for code in codes}

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_house import COUNTED, PRODUCT, TEXT, docstrings, files, name_of, parsed, tree_of
+from tests.support.tree import every_node, parsed, tree_of
+from tests.unit.test_house import COUNTED, PRODUCT, TEXT, files, name_of
 
 MOST_QUESTION_WORDS = 5  # for each 1,000 words of docstrings and comments
 QUESTION_WORD = re.compile(r"\b(what|who|where|whether|whoever|whatever|whose)\b", re.IGNORECASE)
@@ -18,13 +19,15 @@ NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 SPEECH = re.compile(r"tell|told|tells|say|said|says|stand|stands|hear|heard", re.IGNORECASE)
 ACTION = re.compile(r"'[a-z]+(_[a-z]+)+'")
 CONSTANT = re.compile(r"[A-Z][A-Z0-9_]+")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 
 Place = tuple[int, str]  # a line, and the text there
 
 
 def docstring_texts(tree: ast.Module) -> list[Place]:
-    return [(each.lineno, ast.literal_eval(each.value)) for each in docstrings(tree) if isinstance(each, ast.Expr)]
+    nodes = [each for each in every_node(tree) if isinstance(each, DOCUMENTED)]
+    return [(each.body[0].lineno, text) for each in nodes if (text := ast.get_docstring(each, clean=False))]
 
 
 def question_starts(tree: ast.Module) -> Iterator[Place]:
@@ -49,7 +52,7 @@ def too_many(texts: Iterable[tuple[object, str]]) -> list[str]:
 
 def names(tree: ast.Module) -> Iterator[Place]:
     """Yield the names that `tree` defines."""
-    for node in ast.walk(tree):
+    for node in every_node(tree):
         if isinstance(getattr(node, "ctx", ast.Store()), ast.Store) and not isinstance(node, ast.keyword):
             found = (getattr(node, field, None) for field in ("name", "asname", "arg", "id", "attr"))
             yield from ((getattr(node, "lineno", 0), name) for name in found if isinstance(name, str))
@@ -57,7 +60,7 @@ def names(tree: ast.Module) -> Iterator[Place]:
 
 def log_calls(tree: ast.Module) -> Iterator[tuple[int, ast.expr, ast.expr]]:
     """Yield line, event and action of each call that logs."""
-    for node in ast.walk(tree):
+    for node in every_node(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOG_METHODS:
             yield from ((node.lineno, node.args[0], each.value) for each in node.keywords if each.arg == "action")
 

@@ -37,6 +37,7 @@ from ingress.rows import prepare
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, NoOrigin, Origin, TargetErrors, TargetReading
 from tests.support.basics import commands_of, problems_of
 from tests.support.reference import commands
+from tests.support.tree import every_node, parsed
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("common", "egress", "ingress", "compaction")
@@ -178,12 +179,16 @@ ELSEWHERE = {
 }
 
 
+PYTHON = joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT)
+PRINTING = [path for path in PYTHON if "floe_command(" in path.read_text()]
+
+
 def builders() -> set[str]:
     """Return the functions of the product that call `exits.floe_command`."""
     found = set()
-    for path in joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT):
+    for path in PRINTING:
         name = str(path.relative_to(ROOT))
-        found |= {f"{name}:{function}" for function in _calling(ast.parse(path.read_text()), "")}
+        found |= {f"{name}:{function}" for function in _calling(parsed(path), "")}
     return found
 
 
@@ -203,8 +208,8 @@ def test_each_function_that_builds_a_command_is_tried_here() -> None:
 
 def test_the_words_of_each_printed_command_name_a_command() -> None:
     calls = []
-    for path in joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT):
-        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    for path in PRINTING:
+        nodes = [n for n in every_node(parsed(path)) if isinstance(n, ast.Call)]
         calls += [n.args[0] for n in nodes if getattr(n.func, "id", "") == "floe_command"]
     words = [each.value.split() for each in calls if isinstance(each, ast.Constant) and isinstance(each.value, str)]
 

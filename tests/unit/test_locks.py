@@ -15,6 +15,7 @@ import yaml
 import floe
 from common.errors import ConfigError
 from infra.local import s3
+from tests.support.tree import every_node, parsed
 
 ROOT = Path(__file__).parents[2]
 SITE, ALL = ROOT / "requirements-site.lock", ROOT / "requirements.lock"
@@ -37,7 +38,7 @@ def packages(*roots: str) -> set[str]:
     """Return all imports of the files below `roots`, at the top or within functions."""
     names: set[str] = set()
     for path in (path for root in roots for path in (ROOT / root).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in every_node(parsed(path)):
             if isinstance(node, ast.ImportFrom):
                 names.add((node.module or "").partition(".")[0])
             elif isinstance(node, ast.Import):

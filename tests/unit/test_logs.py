@@ -29,6 +29,7 @@ from tests.support import reference
 from tests.support.basics import PATIENCE, eventually, unique
 from tests.support.clock import ManualClock
 from tests.support.stores import no_room
+from tests.support.tree import every_node, parsed
 
 ROOT = Path(__file__).parents[2]
 
@@ -231,7 +232,7 @@ def test_long_addresses_are_cut_behind_the_host(stream: Stream):
 def test_the_reference_has_each_action_and_no_other():
     found: set[str] = set()
     for path in (each for role in reference.ROLES for each in ROOT.glob(f"{role}/**/*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in every_node(parsed(path)):
             if isinstance(node, ast.keyword) and node.arg == "action" and isinstance(node.value, ast.Constant):
                 found.add(node.value.value)
     rows = [row for section in reference.data("log_events").values() for row in section]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from fnmatch import filter as matching
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support import reference
 from tests.support.basics import problem_of
 from tests.support.config_keys import every_key
 from tests.support.reference import command_at
+from tests.support.tree import every_node, parsed
 from tests.unit.test_docs import DOCS, FENCED, ROLES, ROOT, joined, sources
 
 INFRA = ROOT / "infra"
@@ -46,7 +48,7 @@ def commands_in(path: Path) -> Iterator[str]:
     """Yield the simple commands of a page or a script, and those in the strings of a program."""
     text = path.read_text()
     if path.suffix == ".py":
-        nodes = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Constant | ast.JoinedStr)]
+        nodes = [each for each in every_node(parsed(path)) if isinstance(each, ast.Constant | ast.JoinedStr)]
         parts = [each.values if isinstance(each, ast.JoinedStr) else [each] for each in nodes]
         texts = ["".join(str(p.value) if isinstance(p, ast.Constant) else "X" for p in each) for each in parts]
         found = [line[head.end() :] for each in texts for line in each.splitlines() if (head := HINT.match(line))]
@@ -173,16 +175,20 @@ def test_the_options_that_a_unit_proposes_are_those_of_its_command(name: str) ->
     assert [problem_of(f"{command} {each}") for each in re.findall(r'"FLOE_OPTIONS=(.+)"', UNITS[name])] == [""]
 
 
+@cache
+def words() -> set[str]:
+    return {*re.findall(r"\w+", sources() + "".join(each.read_text() for each in INFRA.rglob("*.y*ml")))}
+
+
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
 def test_each_name_of_a_guide_is_of_the_code(path: Path) -> None:
     """Check keys, metrics, events, columns: words with an underscore or a dot."""
     keys = [[part for part in key.path if part != "*"] for key in every_key()]
     known = {".".join(key[a:b]) for key in keys for a in range(len(key)) for b in range(a + 1, len(key) + 1)}
     sections = {part for key in keys for part in key[:-1]} - {"spark"}
-    words = {*re.findall(r"\w+", sources() + "".join(each.read_text() for each in INFRA.rglob("*.y*ml")))}
     names = re.findall(r"`([a-z][a-z0-9]*(?:[_.][a-z0-9_]+)+)(?=[`:\[{])", FENCED.sub("", path.read_text()))
     dotted = {each for each in names if each.split(".")[0] in sections and "." in each and not each.endswith(".log")}
     endings = ["^floe_|_(total|bucket|count|sum)$", "_file$"]
-    unknown = {each for each in names if not {re.sub(end, "", each) for end in endings} & words and "." not in each}
+    unknown = {each for each in names if not {re.sub(end, "", each) for end in endings} & words() and "." not in each}
 
     assert (dotted - known - values_of_the_chart(), unknown - FOREIGN) == (set(), set())
