@@ -162,9 +162,9 @@ def set_level(level: str) -> None:
     """Log from `level` up from now on; everything else stays as configured. `notset`: log everything."""
     global _level
     _level = getattr(logging, level.upper())
-    logging.getLogger().setLevel(max(_level, logging.WARNING))
-    for logger in (each for each in map(logging.getLogger, _names) if each.level != _level):
-        logger.setLevel(_level)  # clears the caches of all loggers
+    for name in _names:
+        logging.getLogger(name).level = _level
+    logging.getLogger().setLevel(max(_level, logging.WARNING))  # clears the caches of all loggers
 
 
 def add_fields(**fields: Any) -> None:
