@@ -200,8 +200,8 @@ async def _steps(run: DemoRun, view: DemoView, world: DemoWorld) -> DemoResult:
     await run.wait_for_silence()
     view.step("stop egress", "SIGTERM: open segments are closed and stored; no message is left behind.")
     await run.drain_egress()
-    view.step("compact again", "Spark merges the rest and deletes the segments that its first run merged.")
-    await run.compact()
+    view.step("compact again", "Spark merges the rest and deletes the segments that the first run merged.")
+    await run.compact("spark")
     view.step("wait for the centre", "Every archived message must arrive in the target stream, in order and once.")
     await run.wait_for_arrival()
     view.step("drill", "A feed is restored from its segments into a scratch stream and compared with them.")
@@ -327,15 +327,14 @@ class DemoRun:
 
     async def _compact_while_publishing(self) -> None:
         await self.clock.sleep(self.load.seconds * 0.4)
-        self.view.print_line("floe compact: Spark merges the segments so far, while more arrive")
-        await self.compact()
+        self.view.print_line("floe compact --engine local: merges the segments so far, while more arrive")
+        await self.compact("local")
 
-    async def compact(self) -> None:
+    async def compact(self, engine: str) -> None:
         started = self.clock.monotonic()
-        self.view.progress("floe compact runs on Spark")
-        out = await run_command(
-            self.world.folder, "compact", "floe", "compact", "-c", str(self.world.central_config), "--json"
-        )
+        self.view.progress(f"floe compact --engine {engine} runs")
+        command = ("floe", "compact", "-c", str(self.world.central_config), "--engine", engine, "--json")
+        out = await run_command(self.world.folder, "compact", *command)
         self.view.print_line(f"floe compact: {_summary(out)} in {self.clock.monotonic() - started:.0f} s")
 
     async def wait_for_silence(self) -> None:
