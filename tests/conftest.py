@@ -39,8 +39,10 @@ for _name in [n for n in os.environ if n.startswith(("AWS_", "NATS_", "FLOE_")) 
 for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
     os.environ.pop(_name, None)
 
-# For jobs of a few rows, Java need not compile well.
-os.environ |= dict.fromkeys(("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"), "-XX:+UseSerialGC -XX:TieredStopAtLevel=1")
+# For jobs of a few rows, Java need neither compile well nor verify the classes of Spark.
+_JAVA = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+os.environ |= {"SPARK_CONF_DIR": str(Path(__file__).parent / "support" / "spark_conf")}
+os.environ |= dict.fromkeys(("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"), _JAVA)
 
 # A shell starts background processes with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -56,6 +58,8 @@ _WORLDS = ("acceptance", "crash", "sim")
 # One process runs these, with one Spark session; they and the demo take longest, so they begin first.
 _SPARK = ("test_compaction_spark.py", "test_readers_agree.py", "test_spark_source.py")
 _LONGEST = (*_SPARK, "test_demo.py")
+# And one these, which look through all files of the product: it parses each once.
+_SOURCES = tuple(f"test_{name}.py" for name in ("docs", "english", "hints", "house", "locks", "logs", "shipped_layout"))
 
 
 # Each S3 client parses the same large files of botocore again, which is most of its cost.
@@ -129,7 +133,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "spark" if (file := super()._split_scope(nodeid)).endswith(_SPARK) else file
+            file = super()._split_scope(nodeid)
+            return next((str(files) for files in (_SPARK, _SOURCES) if file.endswith(files)), file)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 

@@ -28,25 +28,13 @@ from compaction.spark import Spark, start_session
 from tests.support.basics import PATIENCE
 from tests.support.stores import CountingObjects
 
-CONF = {
-    "spark.sql.shuffle.partitions": "2",
-    "spark.driver.memory": "1g",
-    "spark.ui.showConsoleProgress": "false",
-    # For jobs of a few rows, compiling well costs more than it saves, and so does verifying Spark's classes.
-    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 "
-    "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote",
-    "spark.sql.adaptive.enabled": "false",
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.python.daemon.module": "tests.support.spark_daemon",
-}
-
 
 @cache
 def spark_session() -> SparkSession:
     """Return the session, started on first use with the settings that Floe itself starts one with."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # py4j and pyspark warn about their own code
-        return start_session("local[2]", CONF)
+        return start_session("local[2]", {})
 
 
 def finished(start: Callable[[], StreamingQuery]) -> StreamingQuery:
