@@ -17,12 +17,13 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import click
 
+import common.archive.guard
 import common.archive.writer
 import common.clock
 import common.failpoints
@@ -120,6 +121,8 @@ def install() -> None:
     replace(vars(secrets), "token_hex", lambda size=32: _chance().randbytes(size).hex())
     replace(vars(secrets), "randbelow", lambda most: _chance().randrange(most))
     replace(vars(random), "SystemRandom", lambda: random.Random(_chance().random()))
+    # Several processes parse the metadata of each segment; the result does not change.
+    replace(vars(common.archive.guard), "read_struct", lru_cache(20_000)(common.archive.guard.read_struct))
     replace(vars(common.archive.writer), "spool_errors", _spooling(common.archive.writer.spool_errors))
     real_pid, real_host = os.getpid, socket.gethostname
     replace(vars(os), "getpid", lambda: found.number if (found := _any_process()) else real_pid())

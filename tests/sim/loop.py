@@ -4,8 +4,7 @@ import asyncio
 import heapq
 from asyncio import events
 from collections import deque
-from collections.abc import Callable
-from contextvars import Context
+from contextvars import Context, copy_context
 from itertools import count
 from typing import Any
 
@@ -33,17 +32,31 @@ class SimFuture(asyncio.Future[Any]):
         return self._number
 
 
+class SimHandle(asyncio.Handle):
+    """A call that is due, without a record for debugging: there are millions."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: Any, loop: Any, context: Context | None) -> None:
+        self._context = copy_context() if context is None else context
+        self._callback, self._args, self._loop = callback, args, loop
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+
+
+class Due(float):
+    """The time of a call, which a heap compares without a Python call. `handle`: of the call."""
+
+    __slots__ = ("handle",)
+    handle: SimHandle
+
+
 class SimLoop(asyncio.BaseEventLoop):
     """The event loop of one process. The world turns it; a turn stops midway if the process dies or is paused."""
 
-    _ready: deque[asyncio.Handle]
-    _scheduled: list[Any]
-    _timer_cancelled_count: int
-
     def __init__(self, process: Process) -> None:
-        super().__init__()
         self._process, self._world, self._numbers = process, process.world, count(1)
-        self.queue, self.timers = self._ready, self._scheduled
+        self.queue, self.timers = deque[SimHandle](), list[Due]()
+        super().__init__()
         self._rng = process.world.chance(f"loop/{process.number}")
         self.set_exception_handler(lambda _loop, context: process.errors.append(context))
         self.set_task_factory(self._new_task)
@@ -67,44 +80,46 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def close(self) -> None:
         """Close it: nothing runs on it any more."""
-        self._ready.clear()
-        self._scheduled.clear()
+        self.queue.clear()
+        self.timers.clear()
         vars(self)["_closed"] = True
 
     def next_time(self) -> float | None:
         """Return the time of the next timer."""
-        while self._scheduled and self._scheduled[0]._cancelled:
-            self._drop_timer()
-        return self._scheduled[0]._when if self._scheduled else None
-
-    def _drop_timer(self) -> asyncio.TimerHandle:
-        handle: asyncio.TimerHandle = heapq.heappop(self._scheduled)
-        handle._scheduled = False  # type: ignore[attr-defined]
-        if handle.cancelled():
-            self._timer_cancelled_count -= 1
-        return handle
+        while self.timers and self.timers[0].handle._cancelled:
+            heapq.heappop(self.timers)
+        return self.timers[0] if self.timers else None
 
     def turn(self) -> None:
         """Run all calls that are due now."""
-        while self._scheduled and (self._scheduled[0]._cancelled or self._scheduled[0]._when <= self._world.now):
-            handle = self._drop_timer()
-            if not handle.cancelled():
-                self._ready.append(handle)
+        timers, queue, process, now = self.timers, self.queue, self._process, self._world.now
+        while timers and (timers[0] <= now or timers[0].handle._cancelled):
+            if not (handle := heapq.heappop(timers).handle)._cancelled:
+                queue.append(handle)
         events._set_running_loop(self)
         try:
-            for _ in range(len(self._ready)):
-                ready = self._ready.popleft()
+            for _ in range(len(queue)):
+                ready = queue.popleft()
                 if not ready._cancelled:
                     ready._run()
-                if not self._process.runs:
+                if process.paused or not process.alive:
                     break
         finally:
             events._set_running_loop(None)
 
-    def call_soon_threadsafe(  # type: ignore[override]
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        return self.call_soon(callback, *args, context=context)
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> SimHandle:  # type: ignore[override]
+        self.queue.append(handle := SimHandle(callback, args, self, context))
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> SimHandle:
+        due = Due(when)
+        due.handle = SimHandle(callback, args, self, context)
+        heapq.heappush(self.timers, due)
+        return due.handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         """Connect to a listener of the world. Raises ConnectionRefusedError if there is none."""

@@ -5,7 +5,7 @@ deposed leader that answers STREAM.INFO as it was, a tail that was never synced.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,18 @@ NO_LEADER = {"code": 503, "err_code": 10008, "description": "JetStream system te
 
 @dataclass
 class Connection:
-    """The server's end of a link. `stale`: until this time a deposed leader describes streams on it, in this way."""
+    """The server's end of a link. `near`: the subscriptions with the same first two words, by these of a subject;
+    `stale`: until this time a deposed leader describes streams on it, in this way.
+    """
 
     rest: bytes = b""
     subscriptions: dict[bytes, Words] = field(default_factory=dict)
+    near: dict[tuple[bytes, ...], list[tuple[bytes, Words]]] = field(default_factory=dict)
     stale: tuple[float, dict[str, dict[str, Any]]] = (0.0, {})
+
+
+def _is_near(pattern: Words, key: tuple[bytes, ...]) -> bool:
+    return all(each in (b"*", b">", word) for each, word in zip(pattern, key, strict=False))
 
 
 class SimNats:
@@ -115,37 +122,39 @@ class SimNats:
                 elif kind == b"SUB ":
                     words = line.split()
                     connection.subscriptions[words[-1]] = words[1].split(b".")
+                    connection.near.clear()
                 elif kind == b"UNSU":
                     connection.subscriptions.pop(line.split()[1], None)
+                    connection.near.clear()
             if link not in self.connections:
                 return
         connection.rest = data[at:]
 
     def is_listening(self, subject: bytes) -> bool:
+        return next(self._subscribed(subject), None) is not None
+
+    def _subscribed(self, subject: bytes) -> Iterator[tuple[Link, bytes]]:
         words = subject.split(b".")
-        each = (pattern for connection in self.connections.values() for pattern in connection.subscriptions.values())
-        return any(matches(pattern, words) for pattern in each)
+        key = tuple(words[:2])
+        for link, connection in self.connections.items():
+            if (near := connection.near.get(key)) is None:
+                near = connection.near[key] = [s for s in connection.subscriptions.items() if _is_near(s[1], key)]
+            for sid, pattern in near:
+                if matches(pattern, words):
+                    yield link, sid
 
     def deliver(self, to: bytes, subject: bytes, reply: bytes, headers: bytes | None, payload: bytes) -> int:
         """Deliver a message to every subscription on `to`, shown as on `subject`; return their number."""
         if self.lost_deliveries and reply.startswith(b"$JS.ACK.") and self.rng.random() < self.lost_deliveries:
             return 1
-        words, found, answer_to = to.split(b"."), 0, b" " + reply if reply else b""
-        first, second = (words[0], b"*", b">"), (*words[1:2], b"*", b">")
-        for link, connection in self.connections.items():
-            for sid, pattern in connection.subscriptions.items():
-                # Most differ in the first two tokens.
-                if pattern[0] not in first or (len(pattern) > 1 and pattern[1] not in second):
-                    continue
-                if not matches(pattern, words):
-                    continue
-                found += 1
-                size = len(payload)
-                if headers is None:
-                    link.down(b"MSG %b %b%b %d\r\n%b\r\n" % (subject, sid, answer_to, size, payload))
-                else:
-                    sizes = len(headers), len(headers) + size
-                    link.down(b"HMSG %b %b%b %d %d\r\n%b%b\r\n" % (subject, sid, answer_to, *sizes, headers, payload))
+        found, size, answer_to = 0, len(payload), b" " + reply if reply else b""
+        for link, sid in self._subscribed(to):
+            found += 1
+            if headers is None:
+                link.down(b"MSG %b %b%b %d\r\n%b\r\n" % (subject, sid, answer_to, size, payload))
+            else:
+                sizes = len(headers), len(headers) + size
+                link.down(b"HMSG %b %b%b %d %d\r\n%b%b\r\n" % (subject, sid, answer_to, *sizes, headers, payload))
         return found
 
     def answer(self, reply: bytes, document: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import click
@@ -20,6 +21,16 @@ WAITS = 25.0  # seconds more if egress waits by itself: a listing may show missi
 AGAIN = 80.0  # least seconds until the operator acts on the same stop again
 DIES = 0.3  # chance that the first command is killed
 REPEATS = "archived twice"  # before a command that archives some messages again
+
+
+@cache
+def _command(hint: str) -> list[str]:
+    """Return the words of the first command of a hint that decides something; empty if there is none."""
+    for line in re.findall(r"floe ([^|;,()\n]*)", hint):
+        words = shlex.split(line)
+        if " ".join(words[:2]) in COMMANDS and any(each.startswith("--") for each in words):
+            return words
+    return []
 
 
 class Operator:
@@ -45,9 +56,10 @@ class Operator:
         """Return the parts of egress that have stopped or wait, and name a command in their status."""
         found = []
         for name, member in self._members.items():
+            # Four times a second, so not by making a whole status page. These fields are no functions.
             if name.startswith("egress") and member.is_alive:
-                parts = member.health.status()["parts"].values()
-                found += [each for each in parts if each.get("state") in STOPPED and self._command(each["hint"])]
+                parts = [each for _, each in sorted(member.health._status.items()) if each.get("state") in STOPPED]
+                found += [dict(each) for each in parts if _command(each["hint"])]
         return found
 
     def look(self) -> None:
@@ -66,16 +78,8 @@ class Operator:
             if new := [s for s in stops if self.world.now >= self._acted.get(s["hint"], -AGAIN) + AGAIN]:
                 self._run(self._rng.choice(new))
 
-    def _command(self, hint: str) -> list[str]:
-        """Return the words of the first command of a hint that decides something; empty if there is none."""
-        for line in re.findall(r"floe ([^|;,()\n]*)", hint):
-            words = shlex.split(line)
-            if " ".join(words[:2]) in COMMANDS and any(each.startswith("--") for each in words):
-                return words
-        return []
-
     def _run(self, stop: dict[str, Any]) -> None:
-        words = self._command(stop["hint"])
+        words = _command(stop["hint"])
         self.world.note(f"operator reads {stop['code']}, runs {shlex.join(words)}")
         self.ran[stop["code"]] += 1
         self._acted[stop["hint"]] = self.world.now

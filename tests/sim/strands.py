@@ -54,12 +54,10 @@ def _gate() -> threading.Lock:
 
 class _Carrier:
     def __init__(self, carriers: Carriers) -> None:
-        self.go, self.work = _gate(), _nothing_yet
-        self._carriers = carriers
+        self.go, self._carriers = _gate(), carriers
+        self.work: Callable[[], None] | None = None
         self.thread = threading.Thread(target=self._run, name="strand", daemon=True)
         self.thread.start()
-
-    work: Callable[[], None] | None
 
     def _run(self) -> None:
         while True:
@@ -73,10 +71,6 @@ class _Carrier:
         """Let the world continue until it releases this thread again. Called in the thread."""
         self._carriers.back.release()
         self.go.acquire()
-
-
-def _nothing_yet() -> None:
-    raise AssertionError("a carrier without work")
 
 
 class Strand:

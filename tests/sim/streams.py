@@ -62,7 +62,8 @@ def _second(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def parse_headers(block: bytes | None) -> dict[bytes, bytes]:
+@lru_cache(64)
+def parse_headers(block: bytes | None) -> Mapping[bytes, bytes]:
     """Return the first value of each header by its lower-case name."""
     found: dict[bytes, bytes] = {}
     for line in (block or b"").split(b"\r\n")[1:]:

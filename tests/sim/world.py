@@ -13,11 +13,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Coroutine
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
 
+    from tests.sim.loop import SimLoop
     from tests.sim.network import Link, Listener
     from tests.sim.strands import Carriers, Strand
 
@@ -38,19 +39,6 @@ class Overdue(AssertionError):
 
 class Killed(BaseException):
     """The end of the running call of a process that was killed in the middle."""
-
-
-class Turning(Protocol):
-    """The event loop of a process, as the world turns it: its due calls, and its timers, the next one first."""
-
-    queue: deque[Any]
-    timers: list[Any]
-
-    def turn(self) -> None: ...
-    def next_time(self) -> float | None: ...
-    def create_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
-    def call_soon(self, callback: Callable[..., object], *args: Any) -> Any: ...
-    def close(self) -> None: ...
 
 
 class Trace:
@@ -110,7 +98,7 @@ class World:
         process = Process(self, name, host or name)
         process.loop = SimLoop(process)
         self.processes.append(process)
-        process.task = process.loop.create_task(process.run(main))
+        process.task = process.loop.create_task(main())
         self.note(f"{name} starts")
         return process
 
@@ -118,24 +106,20 @@ class World:
         """Run until `until` holds. Raises Overdue after `limit` seconds, Deadlock if nothing can happen any more."""
         end, events = self.now + limit, self._events
         while not until():
-            now = self.now
+            now, ready = self.now, []
             if events and events[0][0] <= now:
                 heapq.heappop(events)[2]()
                 continue
-            ready = []
             for each in self.processes:  # for each turn of all worlds, so without a call
-                loop = each.loop
-                if (loop.queue or (loop.timers and loop.timers[0]._when <= now)) and not each.paused:
+                if ((loop := each.loop).queue or ((timers := loop.timers) and timers[0] <= now)) and not each.paused:
                     ready.append(each)
             if ready:
                 self.turns += 1
-                process = ready[0] if len(ready) == 1 else self._rng.choice(ready)
-                process.turn()
+                (self._rng.choice(ready) if len(ready) > 1 else ready[0]).turn()
                 self.now += TURN
                 continue
-            times = [at for each in self.processes if each.runs and (at := each.loop.next_time()) is not None]
-            if events:
-                times.append(events[0][0])
+            times = [at for each in self.processes if not each.paused and (at := each.loop.next_time()) is not None]
+            times += [at for at, _, _ in events[:1]]
             if not times:
                 raise Deadlock(f"nothing will ever happen again, at {self.now:.3f} s")
             self.now = max(self.now + MIN_STEP, min(times))
@@ -143,12 +127,12 @@ class World:
                 raise Overdue(f"not reached within {limit:g} simulated seconds")
 
     def close(self) -> None:
-        """End every process without a line in the trace; waiting strands are unwound."""
+        """End every process without a line in the trace; waiting strands are unwound: their threads are needed."""
         self.trace.is_closed = True
         for each in [*self.processes]:
             each.kill()
-        for each in self.graveyard:
-            each.unwind()
+        for strand in [each for process in self.graveyard for each in process.strands]:
+            strand.unwind()
 
 
 class Process:
@@ -157,7 +141,7 @@ class Process:
     `skew`: how many seconds its host's wall clock is ahead.
     """
 
-    loop: Turning
+    loop: SimLoop
     task: asyncio.Task[Any]
 
     def __init__(self, world: World, name: str, host: str) -> None:
@@ -168,9 +152,6 @@ class Process:
         self.strands: list[Strand] = []
         self.errors: list[dict[str, Any]] = []
         self._held: list[Callable[[], object]] = []
-
-    async def run(self, main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return await main()
 
     @property
     def runs(self) -> bool:
@@ -215,8 +196,3 @@ class Process:
             held, self._held = self._held, []
             for call in held:
                 self.world.at(0.0, lambda call=call: self.when_running(call))  # type: ignore[misc]
-
-    def unwind(self) -> None:
-        """End the blocking calls of a dead process: their threads are needed again."""
-        for each in [*self.strands]:
-            each.unwind()
