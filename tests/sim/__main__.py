@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,19 +30,22 @@ def _same_hashes() -> None:
 
 
 def _stay_on_one_core() -> None:
-    """Stay on one core. The threads of a world take turns: that costs a tenth less if no other core has to wake up."""
+    """Stay on one core. The threads of a world take turns: that costs a tenth less if no other core has to wake up, and
+    less again if a thread that is released waits until the other one has stopped: before, it cannot have the GIL.
+    """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def main() -> int:
     """Return 0 if every seed is well (with a mutant: if one finds it; with `all`: if every mutant is found)."""
     _same_hashes()
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
-    parser.add_argument("seeds", help="A or A-B")
+    parser.add_argument("seeds", help="A or A-B; several with commas; AxN: with a target of N chains")
     parser.add_argument("--twice", type=int, default=0, metavar="N", help="the first N seeds twice: one trace")
-    parser.add_argument("--mutant", default="", help="a mistake in the product that is to be found; all: each of them")
+    parser.add_argument("--mutant", default="", help="mistakes in the product to find, with commas; or all")
     parser.add_argument("--log", action="store_true", help="with the log of the product")
     parser.add_argument("--verbose", action="store_true", help="with plan and faults of each seed")
     parser.add_argument("--shrink", action="store_true", help="look for the smallest world of a seed that still fails")
@@ -52,9 +55,8 @@ def main() -> int:
     parser.add_argument("--chains", type=int, default=0, help="of the target; default: those of one stream")
     parser.add_argument("--one-core", action="store_true", help="leave the other cores to others")
     args = parser.parse_args()
-    first, _, last = args.seeds.partition("-")
-    seeds = range(int(first), int(last or first) + 1)
     imports.hide_package("pandas")
+    imports.hide_package("rich")
     from tests.sim import doors, mutants
     from tests.sim.scenario import run_seed
 
@@ -66,18 +68,15 @@ def main() -> int:
     if not args.log:
         logging.disable(logging.CRITICAL)
     sys.unraisablehook = lambda _: None  # coroutines that a killed process never finished
-    if args.mutant == "all":
-        return _find_all(seeds)
-    if args.mutant:
-        cut = replace(cut, chains=cut.chains or mutants.chains_of(args.mutant))
     if args.mutant and (args.shrink or str(replace(cut, chains=0))):
+        cut = replace(cut, chains=cut.chains or mutants.chains_of(args.mutant))
         mutants.apply(args.mutant)
     elif args.mutant:
-        return _find(args.mutant, seeds, cut.chains)
-    total: Counter[str] = Counter()
-    began, code = time.process_time(), 0
-    for seed in seeds:
-        results = [run_seed(seed, cut) for _ in range(2 if seed < seeds.start + args.twice else 1)]
+        names = sorted(mutants.FOUND) if args.mutant == "all" else args.mutant.split(",")
+        return _find(names, [seed for seed, _ in _worlds(args.seeds, cut)], cut.chains)
+    total, began, code = Counter[str](), time.process_time(), 0
+    for number, (seed, mine) in enumerate(_worlds(args.seeds, cut)):
+        results = [run_seed(seed, mine) for _ in range(2 if number < args.twice else 1)]
         result = results[0]
         print(result.line(), flush=True)
         if args.verbose:
@@ -91,36 +90,45 @@ def main() -> int:
         if result.problem:
             total["failed"] += 1
             code = 1
-            _explain(result, cut, args.mutant, is_shrunk=args.shrink)
+            _explain(result, mine, args.mutant, is_shrunk=args.shrink)
     print(json.dumps({**total, "processor seconds": round(time.process_time() - began, 1)}))
     return code
 
 
-def _find(name: str, seeds: Iterable[int], chains: int) -> int:
-    """Make the mistake in this process. Return 0 if one of these worlds shows it."""
+def _worlds(text: str, cut: Cut) -> Iterator[tuple[int, Cut]]:
+    """Yield the seeds in `text`, such as `1-25,18x40`, each with its cut: `cut`, with the chains behind an x."""
+    for part in text.split(","):
+        span, _, chains = part.partition("x")
+        first, _, last = span.partition("-")
+        for seed in range(int(first), int(last or first) + 1):
+            yield seed, replace(cut, chains=int(chains or cut.chains))
+
+
+def _find(names: Sequence[str], seeds: Sequence[int], chains: int) -> int:
+    """Make each mistake in a process of its own: first with the seed that found it before, then with all of `seeds`.
+    Return 0 if these worlds show every one.
+    """
     from tests.sim import mutants
+
+    code = 0
+    for name in names:
+        if (child := os.fork()) == 0:
+            mutants.apply(name)
+            before = [mutants.FOUND[name]] if mutants.FOUND.get(name) in seeds else []
+            os._exit(_shows(name, [*before, *seeds], Cut(chains=chains or mutants.chains_of(name))))
+        code = max(code, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return code
+
+
+def _shows(name: str, seeds: Iterable[int], cut: Cut) -> int:
     from tests.sim.scenario import run_seed
 
-    mutants.apply(name)
     for seed in seeds:
-        if problem := run_seed(seed, Cut(chains=chains)).problem:
+        if problem := run_seed(seed, cut).problem:
             print(f"mutant {name}: found at seed {seed}: {problem.splitlines()[0]}", flush=True)
             return 0
     print(f"mutant {name}: not found", flush=True)
     return 1
-
-
-def _find_all(seeds: range) -> int:
-    """Try each mutant in a process of its own: first with the seed that found it before, then with all of `seeds`."""
-    from tests.sim.mutants import FOUND, MUTANTS, NOT_FOUND, chains_of
-
-    code = 0
-    for name in sorted(MUTANTS.keys() - NOT_FOUND.keys()):
-        if (child := os.fork()) == 0:
-            before = [FOUND[name]] if FOUND.get(name) in seeds else []
-            os._exit(_find(name, [*before, *seeds], chains_of(name)))
-        code = max(code, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    return code
 
 
 def _explain(result: Result, cut: Cut, mutant: str, *, is_shrunk: bool) -> None:

@@ -17,7 +17,6 @@ from common.nats.protocol import api_answer
 from common.nats.pull import for_each_message
 from ingress.recovery.files_form import hash_of
 from ingress.recovery.stream_archive import ArchiveState
-from tests.support.basics import PATIENCE
 
 
 def unframed(stream: bytes, *, checked: bool = True) -> bytes:
@@ -109,6 +108,7 @@ def encoded_block(stream: str, index: int, rows: Iterable[Message], erased: tupl
 # The server's end of a restore
 
 CHUNK = 256 * 1024  # bytes of one message of an archive
+PATIENCE = 120.0  # seconds; that of other tests would load boto3 and pytest into each simulation
 
 
 async def send_archive(
