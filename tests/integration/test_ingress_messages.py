@@ -18,7 +18,7 @@ from common.nats.pull import get_message
 from infra.local.nats import NatsServer
 from ingress.parked import ParkedState, ParkedStore
 from tests.support import ingress
-from tests.support.basics import soon
+from tests.support.basics import raises_code, soon
 from tests.support.commands import floe, ran
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, client_of, holds, make, rows_of, store, update
 from tests.support.segments import message
@@ -214,9 +214,8 @@ async def test_a_newly_refused_row_stops_its_own_target(tmp_path: Path, archive:
 
 async def test_a_server_without_headers_is_named(tmp_path: Path, archive: Archive) -> None:
     with NatsServer(tmp_path / "nats", extra="no_header_support: true") as server:
-        with pytest.raises(ConfigError) as error:
+        with raises_code(ConfigError, "E-NATS-HEADERS") as error:
             await Centre(tmp_path, archive, server.url).run()
-        assert error.value.code == "E-NATS-HEADERS"
         assert "`headers: false`" in error.value.message
 
 

@@ -23,7 +23,7 @@ from common.objects.local import LocalObjects
 from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectStore
 from common.objects.s3 import S3Account, S3Objects
 from common.sequences import SequenceRange
-from tests.support.basics import SharedS3
+from tests.support.basics import SharedS3, raises_code
 from tests.support.clock import ManualClock
 from tests.support.segments import CHAIN, batch_of, footer_of, message, read_all
 from tests.support.stores import FaultyStore, answering, raising
@@ -411,6 +411,5 @@ def test_folders_that_are_not_spools_are_left_alone(local: LocalObjects, make: M
     assert (tmp_path / "spool/floe-spool-mine/notes").exists()
     assert (tmp_path / "other/lock").exists()
     store = SegmentStore(local, LAYOUT, spool_dir=tmp_path / "other/lock")
-    with pytest.raises(Unavailable, match="spool folder") as caught:
+    with raises_code(Unavailable, "E-SPOOL", match="spool folder"):
         store.new_spool()
-    assert caught.value.code == "E-SPOOL"

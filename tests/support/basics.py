@@ -10,8 +10,8 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import isawaitable
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import boto3
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, FloeError
 from common.metrics import REGISTRY
 from common.nats.protocol import reply_layout
 from common.sequences import SequenceRange
@@ -106,6 +106,15 @@ def counted(metric: Any) -> float:
     samples = [each for family in metric.collect() for each in family.samples]
     [sample] = [each for each in samples if not each.name.endswith("_created")]
     return float(sample.value)
+
+
+@contextmanager
+def raises_code(kind: type[FloeError], code: str, exit_code: int | None = None, *, match: str = "") -> Iterator[Any]:
+    """Check that the block raises an error of this kind and code; the error is the `value` of the result."""
+    with pytest.raises(kind, match=match or None) as caught:
+        yield caught
+    assert caught.value.code == code, caught.value
+    assert exit_code in (None, caught.value.exit_code), caught.value
 
 
 def unique(prefix: str) -> str:

@@ -19,6 +19,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S, format_time, parse_time
 from common.errors import DataError, Unavailable
 from common.objects.local import LocalObjects
+from tests.support.basics import raises_code
 from tests.support.clock import ManualClock
 from tests.support.stores import CountingObjects, DatedObjects, answering, refusing_conditions
 
@@ -162,9 +163,8 @@ def test_a_corrupt_capture_is_never_acted_on(
     captures: CaptureStore, objects: LocalObjects, right: bytes, wrong: bytes, why: str
 ) -> None:
     stored(objects, 5, GOOD.replace(right, wrong), digest="0" * 16 if right == wrong else "")
-    with pytest.raises(DataError, match=why) as refusal:
+    with raises_code(DataError, "E-STATE-JSON", match=why):
         captures.config(CHAIN)
-    assert refusal.value.code == "E-STATE-JSON"
 
 
 def test_deletions_are_ranges_of_the_stream_in_order_and_a_consumer_has_a_name_and_positions() -> None:
@@ -197,9 +197,8 @@ def test_names_and_types_of_a_configuration_are_checked_before_it_is_used(
         captures_module.check_config(config)
     document = {"format_version": 1, "at": at(0), "end": 5, "created": CREATED, "config": config}
     stored(objects, 5, json.dumps(document).encode())
-    with pytest.raises(DataError) as caught:
+    with raises_code(DataError, "E-STATE-JSON"):
         captures.config(CHAIN)
-    assert caught.value.code == "E-STATE-JSON"
     with pytest.raises((ValueError, TypeError)):
         captures_module.CapturedConsumer({"name": "plain", **config}, CREATED)
 

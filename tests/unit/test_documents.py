@@ -17,6 +17,7 @@ from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ConditionalPutRefused
 from common.sequences import MAX_SEQUENCE, SequenceRange
+from tests.support.basics import raises_code
 from tests.support.stores import ClaimsInMemory, CountingObjects, FaultyStore, answering, raising, refusing_conditions
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
@@ -168,9 +169,8 @@ BAD_CHAINS = [
 
 
 def refusal(read: Callable[[Chain], object]) -> DataError:
-    with pytest.raises(DataError) as caught:
+    with raises_code(DataError, "E-STATE-JSON") as caught:
         read(CHAIN)
-    assert caught.value.code == "E-STATE-JSON"
     return caught.value
 
 
@@ -368,9 +368,8 @@ def test_what_a_writer_claimed_before_it_died_is_put_by_the_next_and_what_is_the
 def test_what_has_no_arbiter_is_refused_and_changes_nothing_but_a_gap_is_accepted(objects: LocalObjects) -> None:
     store = ChainStore(refusing_conditions(objects), LAYOUT)
     for work in (lambda: store.create_chain(CHAIN, DOCUMENT), lambda: store.raise_floor(CHAIN, 7)):
-        with pytest.raises(ConditionalPutRefused) as refused:
+        with raises_code(ConditionalPutRefused, "E-STORE-CONDITIONS"):
             work()
-        assert refused.value.code == "E-STORE-CONDITIONS"
     objects.put(LAYOUT.floor_document(CHAIN), b'{"format_version":1,"first":3}')
     with pytest.raises(ConditionalPutRefused):
         store.raise_floor(CHAIN, 7)

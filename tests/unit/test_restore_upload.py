@@ -24,7 +24,7 @@ from ingress.recovery.guard import PreflightResult
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.request import RecoveryParts
 from ingress.recovery.restore import Restore
-from tests.support.basics import PATIENCE, soon
+from tests.support.basics import PATIENCE, raises_code, soon
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, Archive
 from tests.support.restore import entries, unframed
@@ -248,6 +248,5 @@ async def test_planning_that_takes_a_while_shows_its_progress(quiet: Archive, ca
 async def test_planning_ends_where_it_is_stopped(quiet: Archive) -> None:
     work = restore(quiet, quiet.objects, ManualClock())
     work._stop.set()
-    with pytest.raises(Unavailable, match="was stopped before its end") as caught:
+    with raises_code(Unavailable, "E-RESTORE-STOPPED", 75, match="was stopped before its end"):
         await work.plan()
-    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-STOPPED", 75)

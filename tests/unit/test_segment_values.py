@@ -21,7 +21,7 @@ from common.chain import Chain
 from common.errors import Unavailable
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from compaction.merge import COMPRESSION_LEVEL
-from tests.support.basics import seeded
+from tests.support.basics import raises_code, seeded
 from tests.support.segments import batch_of, footer_of, message, read_all, read_segment, write_segment
 
 MIB = 2**20
@@ -231,9 +231,8 @@ def test_a_full_disk_is_a_fault_of_the_spool_folder(path: Path) -> None:
     path.symlink_to("/dev/full")
     writer = SegmentWriter(path, level=0, compression_level=1)
     writer.append(batch_of([message(1, b"x" * 100)]))
-    with pytest.raises(Unavailable, match="No space left") as caught:
+    with raises_code(Unavailable, "E-SPOOL", match="No space left"):
         writer.finish(footer_of([message(1, b"x" * 100)]))
-    assert caught.value.code == "E-SPOOL"
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -255,9 +254,8 @@ def test_what_fails_aside_is_raised_by_a_later_call_and_can_be_aborted(path: Pat
     with ThreadPoolExecutor(1) as pool:
         writer = SegmentWriter(path, level=0, compression_level=1, pool=pool)
         noise = seeded(7).randbytes
-        with pytest.raises(Unavailable, match="No space left") as caught:
+        with raises_code(Unavailable, "E-SPOOL", match="No space left"):
             for n in range(1, 9):
                 writer.append(batch_of([message(n, noise(33 * MIB))]))
-        assert caught.value.code == "E-SPOOL"
         writer.abort()
     assert not path.is_symlink()

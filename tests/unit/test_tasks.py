@@ -18,7 +18,7 @@ from common.observe.monitor import MAX_PARALLEL_REQUESTS
 from common.service.process import ThreadPool, count_running_calls
 from common.tasks import Stop, StopReason, report_errors, run_all, run_with, spawn, unexpected, wait_for, wait_result
 from egress.deps import PROCESS_THREADS, FeedExecutor, ProcessThreads, SharedThreads
-from tests.support.basics import PATIENCE, cancelled, counted, soon
+from tests.support.basics import PATIENCE, cancelled, counted, raises_code, soon
 from tests.support.clock import ManualClock
 from tests.support.stores import no_room
 
@@ -125,9 +125,8 @@ def test_an_error_without_an_owner_ends_the_service(way: str) -> None:
         WAYS[way](asyncio.get_running_loop())
         await asyncio.sleep(60)
 
-    with pytest.raises(UnexpectedError, match="MemoryError: no room") as caught:
+    with raises_code(UnexpectedError, "E-UNEXPECTED", 1, match="MemoryError: no room"):
         run_async(service())
-    assert (caught.value.code, caught.value.exit_code) == ("E-UNEXPECTED", 1)
     assert counted(unexpected.labels("service")) == count + 1
 
 
