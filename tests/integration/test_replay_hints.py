@@ -77,8 +77,7 @@ async def paste(text: str, *wanted: str) -> None:
 
 async def half_way(world: World, **asked: Any) -> None:
     """A replay of ROWS messages, stopped within its intent."""
-    world.fill((1, ROWS))
-    await world.make()
+    await world.make((1, ROWS))
     work, stop = world.replay(ReplayOptions(pace=Pace(400)), **asked), Stop()
 
     async with work.open_connection() as client:
@@ -106,8 +105,7 @@ async def update(world: World, **config: Any) -> None:
 
 
 async def not_empty(world: World) -> None:
-    world.fill((1, ROWS))
-    await world.make()
+    await world.make((1, ROWS))
     await foreign(world)
     text = await stopped(world, "E-TARGET-NOT-EMPTY", "--rate", "90000/s")
     assert "--rate=90000/s --append" in text
@@ -116,8 +114,7 @@ async def not_empty(world: World) -> None:
 
 
 async def hole_given_up_or_skipped(world: World) -> None:
-    world.fill((1, 800), (811, 820), (831, ROWS))
-    await world.make()
+    await world.make((1, 800), (811, 820), (831, ROWS))
     await paste(await stopped(world, "E-REPLAY-HOLE"), "gap accept", "--first 801")
     text = await stopped(world, "E-REPLAY-HOLE")
     assert "801..810" not in text
@@ -214,8 +211,7 @@ async def rows_lost(world: World) -> None:
 
 
 async def subject_widened(world: World) -> None:
-    world.fill((1, ROWS))
-    await world.make(subjects=[f"{world.target}.nodes.1"])
+    await world.make((1, ROWS), subjects=[f"{world.target}.nodes.1"])
     text = await stopped(world, "E-SUBJECT")
     await update(world, subjects=[f"{world.target}.>"])
     await paste(text, f"--target {world.target} ")

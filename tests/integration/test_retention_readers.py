@@ -89,8 +89,7 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_to
 @pytest.fixture
 async def cut(world: World) -> World:
     """A target and 1..300, of which retention left 201..300."""
-    world.fill((1, 100), (101, 200), (201, 250), (251, 300))
-    await world.make()
+    await world.make((1, 100), (101, 200), (201, 250), (251, 300))
     archive = world.archive
     archive.documents.raise_floor(CHAIN, 201)
     for ref in archive.store.list(CHAIN)[:2]:
@@ -110,8 +109,7 @@ async def test_a_replay_names_gone_rows_and_since_when(cut: World) -> None:
 
 
 async def test_a_replay_of_an_archive_that_is_deleted_stops_and_can_take_the_rest(world: World) -> None:
-    world.fill((1, 100), (101, 200), (201, 300), (301, 310))
-    await world.make()
+    await world.make((1, 100), (101, 200), (201, 300), (301, 310))
     failpoints.set_failpoints("replay.begun=raise")
     try:
         with pytest.raises(failpoints.FailpointRaised):

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError
@@ -14,7 +12,7 @@ from common.tasks import Stop
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.survey import ReplayPreview
-from tests.support.basics import unique
+from tests.support.basics import raises_code, unique
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support.servers import place
 
@@ -34,7 +32,9 @@ class World:
         for first, last in ranges:
             self.archive.put(rows_of(first, last, chain), chain=chain, **fields)
 
-    async def make(self, **config: Any) -> None:
+    async def make(self, *ranges: tuple[int, int], **config: Any) -> None:
+        """Create the target, after segments of these ranges."""
+        self.fill(*ranges)
         base = {"name": self.target, "subjects": [f"{self.target}.>"], "storage": "memory"}
         await place(self.client, {**base, "allow_atomic": True, "allow_batched": True, **config})
 
@@ -62,7 +62,6 @@ class World:
 
 
 async def refused(world: World, code: str, options: ReplayOptions | None = None, **asked: Any) -> FloeError:
-    with pytest.raises(FloeError) as caught:
+    with raises_code(FloeError, code) as caught:
         await world.run(options, **asked)
-    assert caught.value.code == code, caught.value
     return caught.value
