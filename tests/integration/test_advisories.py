@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +21,10 @@ from egress.advisories.advisory import Advisory, AdvisoryDocument, AdvisoryEvent
 from egress.advisories.cli import format_advisory
 from egress.advisories.senders import find_stored_ids
 from infra.local.nats import NatsServer
-from infra.local.process import spawn
 from tests.support.advisories import SECOND, World, new, news, now_ns, running
 from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
-from tests.support.commands import ROOT, Done, invoke
+from tests.support.commands import Done, invoke, spawned
 from tests.support.proxies import TcpProxy
 from tests.support.servers import connected
 
@@ -327,18 +325,13 @@ async def test_no_such_stream_ends_with_1_and_an_invalid_name_with_2(config: Pat
 async def test_follow_shows_those_that_come_until_it_is_interrupted(world: World, config: Path, tmp_path: Path) -> None:
     await store(world, [new("before")])
     out, errors = tmp_path / "out", tmp_path / "errors"
-    with out.open("w") as stdout, errors.open("w") as stderr:
-        command = [sys.executable, str(ROOT / "floe.py"), "advisories", world.stream, "--follow", "-c", str(config)]
-        process = spawn(command, stdout=stdout, stderr=stderr)
-    try:
+    words = ("advisories", world.stream, "--follow", "-c", str(config))
+    with out.open("w") as stdout, errors.open("w") as stderr, spawned(*words, stdout=stdout, stderr=stderr) as process:
         await soon(lambda: "before" in out.read_text())
         await store(world, [new("after")], foreign=1)
         await soon(lambda: "after" in out.read_text())
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
-    finally:
-        process.kill()
-        process.wait()
     assert out.read_text().count("\n") == 2
     assert f"1 message of {world.stream} is no advisory" in errors.read_text()
     assert "Traceback" not in errors.read_text()

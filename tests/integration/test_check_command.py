@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,11 +16,12 @@ from common.archive.documents import ChainDocument, ChainStore, CompactionRun
 from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
 from common.chain import Chain
 from common.nats.client import FloeClient
-from common.observe.monitor import Health, Monitor
+from common.observe.monitor import Health
 from egress import metrics
-from infra.local.process import free_ports, spawn
-from tests.support.basics import PATIENCE, soon, unique
-from tests.support.commands import ROOT, floe
+from infra.local.process import free_ports
+from tests.integration.test_status_views import served
+from tests.support.basics import PATIENCE, soon
+from tests.support.commands import floe, ran, spawned
 from tests.support.compaction import CHAIN as COMPACTED
 from tests.support.compaction import Archive as Compacted
 from tests.support.egress import SITE, Bench
@@ -35,8 +35,7 @@ STATES = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
 
 async def checked(*words: str, code: int) -> str:
     """Run a check, which must exit with `code` and state it, and return its line."""
-    done = await floe("check", *words)
-    assert done.code == code, done
+    done = await ran("check", *words, code=code)
     assert LINE.fullmatch(done.out), done.out
     assert done.out.startswith(STATES[code])
     return done.out
@@ -44,8 +43,7 @@ async def checked(*words: str, code: int) -> str:
 
 @pytest.mark.servers
 async def test_egress_is_asked_at_its_monitor(bench: Bench, nats_url: str, tmp_path: Path) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 50)
+    stream = await bench.filled([b"x"] * 50)
     [port] = free_ports(1)
     role = {"feeds": [{"stream": stream}], "monitor": {"listen": f"0.0.0.0:{port}"}}
     config = configured(tmp_path, site=SITE, nats={"url": nats_url}, store=bench.store_config, egress=role)
@@ -54,9 +52,7 @@ async def test_egress_is_asked_at_its_monitor(bench: Bench, nats_url: str, tmp_p
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.status(stream).get("end") == 50)
         await soon(lambda: not running.health.problems())
-        monitor = Monitor(f"127.0.0.1:{port}", running.health)
-        monitor.start()
-        try:
+        with served(running.health, port):
             metrics.expiry.clear()  # of feeds that other tests ran in this process
             line = await checked("egress", "-c", config, code=0)
             assert line.startswith("OK - 1 chain, 0 sequences not archived | chains=1 stopped=0")
@@ -66,8 +62,6 @@ async def test_egress_is_asked_at_its_monitor(bench: Bench, nats_url: str, tmp_p
             await bench.delete_stream(stream)
             await soon(lambda: running.state(stream) == "stopped")
             assert f"stopped: {stream}: E-SOURCE-GONE" in await checked("egress", "-c", config, code=2)
-        finally:
-            monitor.close()
 
 
 @pytest.mark.servers
@@ -80,9 +74,7 @@ async def test_ingress_is_asked_at_its_monitor(
     config = centre.write(monitor={"listen": f"127.0.0.1:{port}"})
     await checked("ingress", "-c", str(config), code=3)
     async with centre.running() as health:
-        monitor = Monitor(f"127.0.0.1:{port}", health)
-        monitor.start()
-        try:
+        with served(health, port):
             await centre.carried(client, 20)
             await soon(lambda: str(CHAIN) in health.chains() and not health.problems())
             line = await checked("ingress", "-c", str(config), code=0)
@@ -91,8 +83,6 @@ async def test_ingress_is_asked_at_its_monitor(
             await soon(lambda: lag(health) >= 2)
             assert "s behind" in await checked("ingress", "-c", str(config), "--warning", "1s", code=1)
             assert "s behind" in await checked("ingress", "-c", str(config), "--critical", "1s", code=2)
-        finally:
-            monitor.close()
 
 
 def lag(health: Health) -> float:
@@ -198,8 +188,7 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     configured(tmp_path, store=store, compaction=compaction)
     await checked("compaction", "-c", config, "--warning", "1m", "--critical", "1h", code=2)
     assert archive.objects.list("") == before, "a check needs no right to write"
-    done = await floe("compact", "-c", config)
-    assert done.code == 0, done
+    await ran("compact", "-c", config)
     line = await checked("compaction", "-c", config, *limits, code=0)
     assert ("last_success=" in line, "the last merge was" in line) == (True, True)
     documents.write_run(None, None, CompactionRun(time.time(), 1.0, 75, time.time() - 7200))
@@ -216,13 +205,8 @@ def test_ctrl_c_decides_nothing(tmp_path: Path) -> None:
         nats = {"url": f"nats://{address}", "connect_timeout": "60s"}
         role = {"feeds": [{"stream": "NODES"}], "monitor": {"listen": address}}
         config = configured(tmp_path, site=SITE, nats=nats, store={"url": f"file://{tmp_path}"}, egress=role)
-        words = [sys.executable, "-m", "floe", "check", "egress", "-c", config]
-        process = spawn(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        try:
-            with silent.accept()[0]:
-                process.send_signal(signal.SIGINT)
-                shown, part = process.communicate(timeout=PATIENCE)
-        finally:
-            process.kill()
-            process.communicate()
+        pipe = subprocess.PIPE
+        with spawned("check", "egress", "-c", config, stdout=pipe, stderr=pipe) as process, silent.accept()[0]:
+            process.send_signal(signal.SIGINT)
+            shown, part = process.communicate(timeout=PATIENCE)
     assert (process.returncode, shown, part) == (3, "UNKNOWN - interrupted before the check was done\n", "")

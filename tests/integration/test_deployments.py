@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from egress.workers import KILL_MARGIN_S
 from infra.demo.world import SPARK_CONF
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, SharedS3, eventually, problem_of, soon, unique
-from tests.support.commands import configuration
+from tests.support.commands import configuration, spawned
 from tests.support.compaction import CHAIN, Archive, at_once
 from tests.support.egress import Bench
 from tests.support.notify import ServiceManager
@@ -440,11 +439,8 @@ async def test_the_parent_of_workers_speaks_for_all(bench: Bench):
     config = configuration(bench, {"stream": stream}, monitor={"listen": f"127.0.0.1:{free_port()}"})
     with ServiceManager(f"@{unique('notify')}") as manager:
         environment = {**os.environ, "NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "400000"}
-        command = [sys.executable, "-m", "floe", "egress", "run", "-c", str(config), "--workers", "2"]
-        log = config.with_suffix(".log")
-        with log.open("wb") as output:
-            process = spawn(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-        try:
+        log, words = config.with_suffix(".log"), ("egress", "run", "-c", str(config), "--workers", "2")
+        with log.open("wb") as output, spawned(*words, env=environment, stdout=output, stderr=output) as process:
             eventually(lambda: "STATUS=ready" in manager.lines())
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             workers = [int(pid) for pid in children if "--worker" in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -465,6 +461,3 @@ async def test_the_parent_of_workers_speaks_for_all(bench: Bench):
             assert process.wait(PATIENCE) == 0, log.read_text()
             assert "STOPPING=1" in manager.lines()
             assert {each.pid for each in manager.read()} == {process.pid}
-        finally:
-            process.kill()
-            process.wait(PATIENCE)

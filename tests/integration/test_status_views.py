@@ -6,9 +6,8 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,15 @@ from common.chain import Chain
 from common.nats.api import create_stream
 from common.nats.client import FloeClient
 from common.observe.monitor import Health, Monitor
-from infra.local.process import free_port, spawn
-from tests.support.basics import PATIENCE, soon, unique
+from infra.local.process import free_port
+from tests.support.basics import PATIENCE, soon
 from tests.support.browser import CHROMIUM, bars, dom, table_rows
-from tests.support.commands import Done, configuration, floe
+from tests.support.commands import Done, configuration, floe, spawned
 from tests.support.egress import SITE, Bench
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
-
-ROOT = Path(__file__).parents[2]
 
 
 def changed(config: Path, section: str, **keys: Any) -> str:
@@ -44,19 +41,15 @@ def changed(config: Path, section: str, **keys: Any) -> str:
 
 
 @contextmanager
-def served(health: Health) -> Iterator[str]:
-    """The address at which the pages of `health` are served."""
-    monitor = Monitor("127.0.0.1:0", health)
-    monitor.start()
-    try:
+def served(health: Health, port: int = 0) -> Iterator[str]:
+    """The address at which the pages of `health` are served; 0: on a free port."""
+    with closing(Monitor(f"127.0.0.1:{port}", health)) as monitor:
+        monitor.start()
         yield f"127.0.0.1:{monitor.port}"
-    finally:
-        monitor.close()
 
 
 async def test_a_site_shows_its_open_segment_and_how_far_it_is(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x" * 1000] * 30)
+    stream = await bench.filled([b"x" * 1000] * 30)
     feed = {"stream": stream, "segment": {"max_age": "1h", "max_messages": 25}}
     async with bench.egress(feed) as running:
         await soon(lambda: running.status(stream).get("end") == 25)  # later than the segment is in the bucket
@@ -88,8 +81,7 @@ async def test_a_site_shows_its_open_segment_and_how_far_it_is(bench: Bench) -> 
 async def test_a_site_without_its_store_makes_up_no_lag_and_a_file_of_both_shows_both(
     bench: Bench, centre: Centre, archive: Archive
 ) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"] * 5)
+    stream = await bench.filled([b"x"] * 5)
     store = {"url": "s3://archive", "endpoint_url": f"http://127.0.0.1:{free_port()}", "access_key_id": "a"}
     down = changed(configuration(bench, {"stream": stream}), "store", **store, secret_access_key="b")
     done = await floe("status", "-c", down, "--json")
@@ -186,11 +178,8 @@ async def test_a_chain_that_begins_above_1_is_new_and_not_late(centre: Centre, a
 
 def test_watching_runs_until_it_is_interrupted(archive: Archive, centre: Centre) -> None:
     archive.put(rows_of(1, 5))
-    command = [sys.executable, "-m", "floe", "status", "--watch", "1s", "-c", str(centre.write())]
-    process = spawn(
-        [*command, "--archive", "--json"], cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True
-    )
-    try:
+    words = ("status", "--watch", "1s", "-c", str(centre.write()), "--archive", "--json")
+    with spawned(*words, stdout=subprocess.PIPE) as process:
         for _ in range(2):
             document = ""
             while not document.endswith("]\n"):
@@ -200,9 +189,6 @@ def test_watching_runs_until_it_is_interrupted(archive: Archive, centre: Centre)
             process.send_signal(signal.SIGUSR1)  # only egress takes it; it ends no other command
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # The status page of running services; `tests/acceptance/test_views_agree.py` compares it with the store
@@ -242,8 +228,7 @@ async def test_a_browser_shows_holes_stops_and_coverage_by_level(
 
 @pytest.mark.real
 async def test_without_a_reader_the_store_is_not_asked_and_the_page_never_waits_for_it(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"x"])
+    stream = await bench.filled([b"x"])
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.status(stream).get("end") == 1)
         await asyncio.sleep(1.5)

@@ -7,6 +7,8 @@ import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,14 +60,21 @@ async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: floa
     return await asyncio.to_thread(run_floe, *arguments, env=env, seconds=seconds)
 
 
+@contextmanager
+def spawned(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run `floe` as a process for the length of a block; kill it at the end."""
+    with spawn([sys.executable, "-m", "floe", *arguments], cwd=ROOT, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def run_floe(*arguments: str, env: dict[str, str] | None = None, seconds: float = 5 * PATIENCE) -> Done:
     """Run `floe` as a process to its end, as Spark and commands that kill themselves need it."""
-    command, pipe = [sys.executable, "-m", "floe", *arguments], subprocess.PIPE
-    process = spawn(command, cwd=ROOT, env=env, text=True, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-    try:
+    pipe = subprocess.PIPE
+    with spawned(*arguments, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
         out, err = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
     canaries.check(out + err, " ".join(arguments[:2]))
     return Done(process.returncode, out, err)
 
