@@ -10,8 +10,8 @@ from common.metrics import DECLARED_METRICS, REGISTRY
 from egress.workers import WorkerProcess
 from ingress.discovery.notifications import NotificationHandler
 from tests.support.basics import metric_value, soon, unique
-from tests.support.egress import SITE, Bench, connected
-from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
+from tests.support.egress import SITE, Bench
+from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 
 pytestmark = pytest.mark.servers
 
@@ -39,21 +39,18 @@ def missing(known: dict[str, str], feeds: dict[str, str]) -> list[str]:
     return found
 
 
-async def test_every_counter_has_a_sample_after_the_start(nats_url: str, tmp_path: Path) -> None:
-    client = await connected(nats_url)
-    bench = Bench(nats_url, tmp_path, client)
+async def test_every_counter_has_a_sample_after_the_start(bench: Bench, nats_url: str, tmp_path: Path) -> None:
     whole, sampled = await bench.make_stream(unique("T")), await bench.make_stream(unique("T"))
     rules = {"inspect_header": "Node", "inspect_duration": "1h", "advisory": {"subject": unique("adv") + ".%s"}}
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 5))
     centre = Centre(tmp_path, archive, nats_url)
     WorkerProcess(0, 1, [], {})  # of egress with several workers
-    async with bench.egress({"stream": whole}, {"stream": sampled, **rules}) as running, client_of(nats_url) as other:
+    async with bench.egress({"stream": whole}, {"stream": sampled, **rules}) as running:
         await soon(lambda: running.state(whole) == running.state(sampled) == "reading")
         async with centre.running() as health:
             NotificationHandler("nats", "b", archive.documents.layout, None, health)  # type: ignore[arg-type]
-            await centre.carried(other, 5)
+            await centre.carried(bench.client, 5)
             known = {"egress_site": SITE, "egress_feed": whole, "ingress_site": CHAIN.site, "ingress_feed": CHAIN.feed}
             known |= {"partition": "0", "target": centre.target, "source": "nats", "worker": "0"}
             assert missing(known, {"sampled": sampled, "advisories": sampled}) == []
-    await client.aclose()

@@ -17,20 +17,19 @@ from common.clock import SystemClock
 from common.doctor import CHECKS, DoctorFinding, examine_disk, examine_store
 from common.doctor_cli import examine
 from common.nats.api import consumer_names, create_stream, stream_info
-from common.nats.client import FloeClient, connect
+from common.nats.client import FloeClient
 from common.nats.kv import KeyValue
 from common.objects.open import open_objects
 from common.open import load_settings, open_chains
 from common.settings.root import Settings
-from common.settings.service import NatsSettings
 from compaction.spark import examine_spark
 from infra.local.nats import NatsServer, nats_server_binary
 from infra.local.process import free_port
 from tests.support.basics import SharedS3, unique
 from tests.support.clock import ManualClock
 from tests.support.commands import floe
-from tests.support.egress import connected
 from tests.support.identities import authority, certificate, server_tls
+from tests.support.ingress import client_of
 from tests.support.proxies import Answer, Exchange, FaultProxy, drop, refusing_conditions
 
 pytestmark = pytest.mark.servers
@@ -297,10 +296,9 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
         document["egress"]["feeds"][0]["capture_consumers"] = "never"
         found = await examined(write(tmp_path, store, user, **document), code=0)
         assert found["nats rights"]["state"] == "ok"
-        client = await connect(NatsSettings(url=server.url, user="all", password="p"), name="test")
-        config = {"name": "NODES", "subjects": ["a.>"], "retention": "workqueue", "persist_mode": "async"}
-        await create_stream(client, config)
-        await client.aclose()
+        async with client_of(server.url, user="all", password="p") as client:
+            config = {"name": "NODES", "subjects": ["a.>"], "retention": "workqueue", "persist_mode": "async"}
+            await create_stream(client, config)
         for name, state, refused in (
             ("egress", "ok", "NODES: permitted in both forms"),
             ("before", "warning", "refused: $JS.ACK.*.*.NODES.>"),
@@ -344,9 +342,8 @@ async def test_a_server_without_jetstream_is_named(
 
 async def test_an_old_server_is_known_by_its_features(tmp_path: Path) -> None:
     with NatsServer(binary=nats_server_binary("2.10"), max_payload=65536) as server:
-        client = await connected(server.url)
-        await create_stream(client, {"name": "FLEET", "subjects": ["FLEET.>"], "storage": "memory"})
-        await client.aclose()
+        async with client_of(server.url) as client:
+            await create_stream(client, {"name": "FLEET", "subjects": ["FLEET.>"], "storage": "memory"})
         store, nats = folder_store(tmp_path), {"url": server.url}
         found = await examined(write(tmp_path, store, nats, **ingress("FLEET")), code=0)
         assert found["nats version"]["found"].startswith("2.10.")
@@ -362,9 +359,8 @@ async def test_an_account_at_its_limit_is_warned_of(tmp_path: Path) -> None:
     with NatsServer(extra=limits) as server:
         config = write(tmp_path, folder_store(tmp_path), {"url": server.url, "user": "a", "password": "p"}, **egress())
         assert "streams 0 of 1" in (await examined(config, code=0))["nats jetstream"]["found"]
-        client = await connect(NatsSettings(url=server.url, user="a", password="p"), name="test")
-        await create_stream(client, {"name": FEED, "subjects": ["a.>"], "storage": "memory"})
-        await client.aclose()
+        async with client_of(server.url, user="a", password="p") as client:
+            await create_stream(client, {"name": FEED, "subjects": ["a.>"], "storage": "memory"})
         found = (await examined(config, code=0))["nats jetstream"]
         assert (found["state"], found["found"]) == ("warning", "streams 1 of 1")
 

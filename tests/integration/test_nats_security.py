@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.support import identities
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import Done, floe
 from tests.support.identities import Operator, certificate, credentials, jwt, key_text, new_key, server_tls
+from tests.support.ingress import client_of
 from tests.support.proxies import TcpProxy
 
 
@@ -60,27 +62,25 @@ def as_user(server: NatsServer, user: str, **more: Any) -> NatsSettings:
 
 
 async def test_a_missing_permission_is_refused_by_name(guarded: NatsServer):
-    client = await connect(as_user(guarded, "few"), name="test")
-    assert await stream_info(client, "NONE") is None
-    with pytest.raises(Refused, match=r'permissions violation for publish to "\$JS.API.STREAM.CREATE.X"'):
-        await client.api("STREAM.CREATE.X", {"name": "X"})
-    with pytest.raises(Refused, match=r'permissions violation for subscription to "yours.>"; grant it to user few'):
-        await client.subscribe_raw("yours.>", lambda *_: None)
-    await client.subscribe_raw("mine.>", lambda *_: None)
-    client.send(frame(b"forbidden.x", b""))
-    await soon(lambda: client.permission_error(b"forbidden.x"))
-    assert (client.permission_error(b"ok.x"), client.generation) == (None, 1)
-    await client.aclose()
+    async with aclosing(await connect(as_user(guarded, "few"), name="test")) as client:
+        assert await stream_info(client, "NONE") is None
+        with pytest.raises(Refused, match=r'permissions violation for publish to "\$JS.API.STREAM.CREATE.X"'):
+            await client.api("STREAM.CREATE.X", {"name": "X"})
+        with pytest.raises(Refused, match=r'permissions violation for subscription to "yours.>"; grant it to user few'):
+            await client.subscribe_raw("yours.>", lambda *_: None)
+        await client.subscribe_raw("mine.>", lambda *_: None)
+        client.send(frame(b"forbidden.x", b""))
+        await soon(lambda: client.permission_error(b"forbidden.x"))
+        assert (client.permission_error(b"ok.x"), client.generation) == (None, 1)
 
 
 async def test_a_connection_without_an_inbox_is_refused_and_its_prefix_is_the_configured_one(guarded: NatsServer):
     error = await refused(as_user(guarded, "none"))
     assert isinstance(error, Refused)
     assert 'permissions violation for subscription to "_INBOX.' in str(error)
-    client = await connect(as_user(guarded, "boxed", inbox_prefix="_FLOE"), name="test")
-    assert await stream_info(client, "NONE") is None
-    assert client.new_inbox().startswith("_FLOE.")
-    await client.aclose()
+    async with aclosing(await connect(as_user(guarded, "boxed", inbox_prefix="_FLOE"), name="test")) as client:
+        assert await stream_info(client, "NONE") is None
+        assert client.new_inbox().startswith("_FLOE.")
 
 
 async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused(tmp_path: Path):
@@ -92,15 +92,14 @@ async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused
 
     with NatsServer(extra=changed("former")) as server:
         settings = NatsSettings(url=server.url, token=FileSecret("former", str(path), read_secret))
-        client = await connect(settings, name="test")
-        path.write_text("ahead of the server")
-        server.extra = 'authorization { token: "later" }'
-        await asyncio.to_thread(server.restart)
-        await soon(lambda: settings.token.get_secret_value() == "ahead of the server")
-        assert not client.is_up
-        path.write_text("later")
-        await soon(lambda: client.is_up)
-        await client.aclose()
+        async with aclosing(await connect(settings, name="test")) as client:
+            path.write_text("ahead of the server")
+            server.extra = 'authorization { token: "later" }'
+            await asyncio.to_thread(server.restart)
+            await soon(lambda: settings.token.get_secret_value() == "ahead of the server")
+            assert not client.is_up
+            path.write_text("later")
+            await soon(lambda: client.is_up)
 
         server.extra = changed("last")
         await asyncio.to_thread(server.restart)
@@ -122,8 +121,7 @@ async def test_a_certificate_for_another_host_is_refused(certificates: Path, cap
         assert "127.0.0.1" in problem
         assert f"checked with nats.tls.ca {certificates / 'ca.pem'}" in problem
         caplog.clear()
-        client = await connect(NatsSettings(url=server.url, tls={"insecure": True}), name="test")
-        await client.aclose()
+        await (await connect(NatsSettings(url=server.url, tls={"insecure": True}), name="test")).aclose()
         assert "certificate unverified" in caplog.text
 
 
@@ -161,16 +159,15 @@ async def test_a_secret_goes_over_tls_only(guarded: NatsServer, certificates: Pa
 async def test_a_connection_back_without_tls_sends_no_secret(guarded: NatsServer, monkeypatch: pytest.MonkeyPatch):
     async with TcpProxy(guarded.port) as proxy:
         settings = NatsSettings(url=f"nats://127.0.0.1:{proxy.port}", user="all", password="secret-all")
-        client = await connect(settings, name="test")
-        monkeypatch.setattr("common.nats.credentials.is_loopback", lambda _peer: False)
-        sent, accepted = proxy.passed["up"], proxy.accepted
-        proxy.cut()
-        await soon(lambda: proxy.accepted > accepted + 1)
-        assert not client.is_up
-        assert proxy.passed["up"] - sent < 50, "a CONNECT went out"
-        monkeypatch.undo()
-        await soon(lambda: client.is_up)
-        await client.aclose()
+        async with aclosing(await connect(settings, name="test")) as client:
+            monkeypatch.setattr("common.nats.credentials.is_loopback", lambda _peer: False)
+            sent, accepted = proxy.passed["up"], proxy.accepted
+            proxy.cut()
+            await soon(lambda: proxy.accepted > accepted + 1)
+            assert not client.is_up
+            assert proxy.passed["up"] - sent < 50, "a CONNECT went out"
+            monkeypatch.undo()
+            await soon(lambda: client.is_up)
 
 
 OWN = [("127.0.0.1", 4222), ("127.8.9.1", 4222), ("::1", 4222, 0, 0), ("::ffff:127.0.0.1", 4222, 0, 0)]
@@ -204,14 +201,13 @@ async def test_certificates_that_were_replaced_are_read_at_the_next_connect(tmp_
     with NatsServer(tls=server_tls(at_server, verify=True, handshake_first=first)) as server:
         files = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
         tls = {"handshake_first": first, **{key: str(at_client / name) for key, name in files.items()}}
-        client = await connect(NatsSettings(url=server.url, tls=tls), name="test")
-        move(later, at_server, "server")
-        await asyncio.to_thread(server.restart)
-        await soon(lambda: not client.is_up)
-        move(later, at_client, "client")
-        assert await client.wait_up(PATIENCE)
-        assert await stream_info(client, "NONE") is None
-        await client.aclose()
+        async with client_of(server.url, tls=tls) as client:
+            move(later, at_server, "server")
+            await asyncio.to_thread(server.restart)
+            await soon(lambda: not client.is_up)
+            move(later, at_client, "client")
+            assert await client.wait_up(PATIENCE)
+            assert await stream_info(client, "NONE") is None
 
 
 async def test_a_credentials_file_that_was_replaced_is_read_when_the_former_is_refused(tmp_path: Path):
@@ -224,14 +220,13 @@ async def test_a_credentials_file_that_was_replaced_is_read_when_the_former_is_r
 
     write(former)
     with NatsServer(extra=former.config()) as server:
-        client = await connect(NatsSettings(url=server.url, credentials_file=str(path)), name="test")
-        path.unlink()
-        server.extra = later.config()
-        await asyncio.to_thread(server.restart)
-        await soon(lambda: not client.is_up)
-        write(later)
-        assert await client.wait_up(PATIENCE)
-        await client.aclose()
+        async with client_of(server.url, credentials_file=str(path)) as client:
+            path.unlink()
+            server.extra = later.config()
+            await asyncio.to_thread(server.restart)
+            await soon(lambda: not client.is_up)
+            write(later)
+            assert await client.wait_up(PATIENCE)
 
 
 # Puppet's layout

@@ -9,7 +9,7 @@ from common.nats.api import stream_info
 from egress.evidence import source_of
 from infra.local.nats import NatsServer, nats_server_binary
 from tests.support.basics import unique
-from tests.support.egress import Bench, Partitioned, connected, publish_over
+from tests.support.egress import Bench, Partitioned, bench_of, publish_over
 from tests.support.ingress import Archive, Centre
 
 pytestmark = pytest.mark.servers
@@ -32,9 +32,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def bench(server: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(server.url)
-    yield Bench(server.url, tmp_path, client)
-    await client.aclose()
+    async with bench_of(server.url, tmp_path) as bench:
+        yield bench
 
 
 async def test_messages_go_the_whole_way_and_deleted_ones_at_the_end_are_covered(bench: Bench) -> None:

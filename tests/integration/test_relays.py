@@ -24,7 +24,7 @@ from infra.local.nats import NatsServer
 from infra.oracle import archived_messages
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, StateStore, TargetState
 from tests.support.basics import soon, unique
-from tests.support.egress import Bench, connected
+from tests.support.egress import Bench, bench_of
 from tests.support.headers import escape
 from tests.support.ingress import Archive, Centre
 from tests.support.segments import message
@@ -83,9 +83,8 @@ class World:
 
 @pytest.fixture
 async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    client = await connected(nats_server.url)
-    yield World(Bench(nats_server.url, tmp_path, client))
-    await client.aclose()
+    async with bench_of(nats_server.url, tmp_path) as bench:
+        yield World(bench)
 
 
 HEADERS = [

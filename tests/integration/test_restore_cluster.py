@@ -12,15 +12,14 @@ from common.archive.segment import Message
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer, create_stream, list_consumers, stream_info
-from common.nats.client import connect, frame
+from common.nats.client import frame
 from common.nats.pull import StartAt, scan
 from common.nats.restore import ArchiveUpload
-from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from infra.rights import ROLES, RightsNames, SubjectRights, nats_conf
 from tests.support import restoring as back
 from tests.support.basics import answered, soak_only, soon, unique
-from tests.support.egress import Bench, connected
+from tests.support.egress import Bench, bench_of
 
 pytestmark = pytest.mark.servers
 
@@ -35,8 +34,7 @@ async def lost(bench: Bench, count: int = 300, **config: object) -> tuple[str, l
     await bench.publish(stream, [b"%d" % n * (n % 40) for n in range(count)])
     await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": count})
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 11})
-    async with bench.egress({"stream": stream, "start_time": "2020-01-01T00:00:00Z"}):
-        await bench.archived_to(stream, count)
+    await bench.freeze({"stream": stream, "start_time": "2020-01-01T00:00:00Z"})
     await back.capture(bench, stream, count)
     before, state = await back.contents(bench, stream), await back.state(bench, stream)
     await bench.delete_stream(stream)
@@ -164,14 +162,12 @@ async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarde
 @pytest.mark.parametrize("version", ["2.10", soak_only("2.11"), soak_only("2.12"), "2.14"])
 async def test_older_servers_take_it_too_leave_sequences_out_and_push_again(tmp_path: Path, version: str) -> None:
     with NatsServer(binary=nats_server_binary(version)) as server:
-        client = await connected(server.url)
-        bench = Bench(server.url, tmp_path, client)
-        stream, before, state = await lost(bench)
-        assert (await back.comes_back(bench, stream, before)).format == "files"
-        assert await back.state(bench, stream) == state
-        assert sorted(await back.positions(bench, stream)) == ["one", "two"]
-        await pushes_and_skips(bench)
-        await client.aclose()
+        async with bench_of(server.url, tmp_path) as bench:
+            stream, before, state = await lost(bench)
+            assert (await back.comes_back(bench, stream, before)).format == "files"
+            assert await back.state(bench, stream) == state
+            assert sorted(await back.positions(bench, stream)) == ["one", "two"]
+            await pushes_and_skips(bench)
 
 
 async def pushes_and_skips(bench: Bench, **config: object) -> None:
@@ -180,8 +176,7 @@ async def pushes_and_skips(bench: Bench, **config: object) -> None:
     pushed = {"durable_name": "push", "ack_policy": "none", "deliver_subject": f"push.{stream}"}
     await create_consumer(bench.client, stream, pushed)
     await bench.publish(stream, [b"%d" % n for n in range(20)])
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 20)
+    await bench.freeze({"stream": stream})
     await bench.publish(stream, [b"lost"] * 10)
     await back.capture(bench, stream, 20, deletions=True)
     await bench.delete_stream(stream)
@@ -203,9 +198,8 @@ async def test_with_exactly_the_rights_of_its_role_and_each_missing_one_is_named
     role = next(role for role in ROLES if role.name == "restore")
     rule, *others = role.nats
     with NatsServer() as plain:
-        beside = await connected(plain.url)
-        stream, before, _ = await lost(Bench(plain.url, tmp_path, beside))
-        await beside.aclose()
+        async with bench_of(plain.url, tmp_path) as beside:
+            stream, before, _ = await lost(beside)
     names = RightsNames(stream=stream)
     server = NatsServer()
     users = ["{user: all, password: secret}"]
@@ -216,19 +210,17 @@ async def test_with_exactly_the_rights_of_its_role_and_each_missing_one_is_named
         users.append(f"{{ user: u{number}, password: secret\ninclude u{number}.conf\n}}")
     server.extra = "authorization { users: [ " + "\n".join(users) + "\n] }"
     with server:
-        everything = await connect(NatsSettings(url=server.url, user="all", password="secret"), name="test")
-        bench = Bench(server.url, tmp_path, everything)
-        for number, subject in enumerate(map(names.fill, rule.subjects)):
-            if "CONSUMER.DELETE" in subject:
-                continue  # the server removes it after a minute
-            if "STREAM.DELETE" in subject:  # which only a leftover needs
-                left = {"name": stream, "subjects": [f"{RESTORE_PREFIX}{stream}"], "metadata": {RESTORE_KEY: "0123"}}
-                await create_stream(everything, left)
-            with pytest.raises(Refused) as caught:
-                await back.restored(bench, stream, nats={"user": f"u{number}", "password": "secret"})
-            assert caught.value.exit_code == 77
-            assert subject.removesuffix(">") in str(caught.value), subject
-            if "STREAM.UPDATE" in subject:
-                assert await stream_info(everything, stream) is None, "found before anything is filled"
-        await back.comes_back(bench, stream, before, nats={"user": f"u{len(rule.subjects)}", "password": "secret"})
-        await everything.aclose()
+        async with bench_of(server.url, tmp_path, user="all", password="secret") as bench:
+            for number, subject in enumerate(map(names.fill, rule.subjects)):
+                if "CONSUMER.DELETE" in subject:
+                    continue  # the server removes it after a minute
+                if "STREAM.DELETE" in subject:  # which only a leftover needs
+                    guard = {"subjects": [f"{RESTORE_PREFIX}{stream}"], "metadata": {RESTORE_KEY: "0123"}}
+                    await create_stream(bench.client, {"name": stream, **guard})
+                with pytest.raises(Refused) as caught:
+                    await back.restored(bench, stream, nats={"user": f"u{number}", "password": "secret"})
+                assert caught.value.exit_code == 77
+                assert subject.removesuffix(">") in str(caught.value), subject
+                if "STREAM.UPDATE" in subject:
+                    assert await stream_info(bench.client, stream) is None, "found before anything is filled"
+            await back.comes_back(bench, stream, before, nats={"user": f"u{len(rule.subjects)}", "password": "secret"})

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ingress.recovery.files_form import archive_writer
 from ingress.recovery.stream_archive import ArchiveWriter, restorable_consumers
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, seeded, soon
-from tests.support.egress import Bench, connected
+from tests.support.egress import Bench, bench_of
 from tests.support.restore import Captured, captured, send_archive
 
 pytestmark = pytest.mark.servers
@@ -49,9 +48,9 @@ def server(kind: tuple[str, str]) -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def bench(server: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
-    async with aclosing(await connected(server.url)) as client:
-        yield Bench(server.url, tmp_path, client)
-        await client.api(f"STREAM.DELETE.{STREAM}")
+    async with bench_of(server.url, tmp_path) as bench:
+        yield bench
+        await bench.client.api(f"STREAM.DELETE.{STREAM}")
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ async def test_a_stream_comes_back_as_it_was(server: NatsServer, writer: Archive
     source, before_positions = await captured(client, STREAM), await back.positions(bench, STREAM)
     held = captured_consumers(await list_consumers(client, STREAM))
     assert (source.first, source.last - source.rows[-1].sequence) == (4051, 4)
-    await client.api(f"STREAM.DELETE.{STREAM}")
+    await bench.client.api(f"STREAM.DELETE.{STREAM}")
 
     consumers, _ = restorable_consumers(CapturedConsumers(source.created, source.last, held), source.last)
     await restore(bench, writer, source, consumers)

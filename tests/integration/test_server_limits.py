@@ -16,8 +16,8 @@ from egress.init import set_up
 from infra.local.nats import NatsServer
 from ingress.target import examine_target
 from tests.support import restoring as back
-from tests.support.basics import soon, unique
-from tests.support.egress import Bench, connected
+from tests.support.basics import raises_code, soon, unique
+from tests.support.egress import Bench, bench_of
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
 pytestmark = pytest.mark.simulated
@@ -46,8 +46,8 @@ def limited() -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def narrow(limited: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
-    async with aclosing(await connected(limited.url)) as client:
-        yield Bench(limited.url, tmp_path, client)
+    async with bench_of(limited.url, tmp_path) as bench:
+        yield bench
 
 
 async def max_bytes(client: FloeClient, bucket: str) -> int:
@@ -57,8 +57,7 @@ async def max_bytes(client: FloeClient, bucket: str) -> int:
 @pytest.mark.real
 async def test_a_server_that_takes_no_more_consumers_names_its_limit(tmp_path: Path) -> None:
     with NatsServer(extra="jetstream { limits { default_max_consumers: 1 } }") as server:
-        async with aclosing(await connected(server.url)) as client:
-            bench = Bench(server.url, tmp_path, client)
+        async with bench_of(server.url, tmp_path) as bench:
             stream = await bench.make_stream(unique("T"))
             async with bench.egress({"stream": stream}, {"stream": stream, "name": "SECOND"}) as running:
                 await soon(lambda: "E-JS-10026" in {running.status(name).get("code") for name in (stream, "SECOND")})
@@ -72,9 +71,8 @@ async def test_buckets_have_a_size_where_the_account_demands_one(narrow: Bench) 
     assert (problems, [each.name for each in done[:2]]) == ([], [narrow.lease_bucket, narrow.state_bucket])
     assert await max_bytes(narrow.client, narrow.state_bucket) == 32 * 2**20
     assert await max_bytes(narrow.client, narrow.lease_bucket) == 4 * 2**20
-    with pytest.raises(BucketFull, match="max bytes exceeds account limit") as refused:
+    with raises_code(BucketFull, "E-KV-FULL", 1, match="max bytes exceeds account limit") as refused:
         await KeyValue(narrow.client, unique("B"), max_bytes=200 * 2**20).ensure()
-    assert (refused.value.code, refused.value.exit_code) == ("E-KV-FULL", 1)
     assert "kv_max_bytes" in refused.value.hint
 
 
@@ -94,8 +92,7 @@ async def fill(kv: KeyValue) -> BucketFull:
 
 
 async def test_a_chain_stops_at_a_full_bucket_and_resumes_when_there_is_room(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"1"])
+    stream = await bench.filled([b"1"])
     await small_bucket(bench.client, bench.state_bucket, 2048)
     full = await fill(KeyValue(bench.client, bench.state_bucket))
     edit = f"nats stream edit KV_{bench.state_bucket} --max-bytes 4096"
@@ -123,8 +120,7 @@ async def test_a_target_stops_at_a_full_bucket_and_resumes(
 
 
 async def test_members_wait_at_a_full_bucket_of_leases(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"))
-    await bench.publish(stream, [b"1"])
+    stream = await bench.filled([b"1"])
     leases = await KeyValue(bench.client, bench.lease_bucket, ttl=2.0).ensure()
     await bench.client.api(
         f"STREAM.UPDATE.KV_{bench.lease_bucket}", {**leases._config(2 * NS_PER_S, 1), "max_bytes": 8}
@@ -154,17 +150,14 @@ async def test_the_doctor_names_a_target_that_the_account_would_not_take(client:
 
 
 async def test_consumers_idle_no_longer_than_the_stream_allows(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("T"), consumer_limits={"inactive_threshold": 2 * NS_PER_S})
-    await bench.publish(stream, [b"1", b"2", b"3"])
-    async with bench.egress({"stream": stream, "start_time": "2020-01-01T00:00:00Z"}):
-        await bench.archived_to(stream, 3)
+    stream = await bench.filled([b"1", b"2", b"3"], consumer_limits={"inactive_threshold": 2 * NS_PER_S})
+    await bench.freeze({"stream": stream, "start_time": "2020-01-01T00:00:00Z"})
     async with aclosing(scan(bench.client, stream, StartAt(1), until=3)) as pieces:
         assert [message.sequence async for piece in pieces for message in piece] == [1, 2, 3]
 
 
 async def test_a_restore_reads_back_with_as_many_messages_as_the_server_takes(narrow: Bench) -> None:
-    stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000)
-    await narrow.publish(stream, [b"%d" % n for n in range(3 * BATCH + 1)])
+    stream = await narrow.filled([b"%d" % n for n in range(3 * BATCH + 1)], max_bytes=10_000_000)
     before = await back.contents(narrow, stream)
     async with narrow.egress({"stream": stream}):
         await narrow.archived_to(stream, len(before))

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -276,6 +276,13 @@ class Bench:
     async def same_at_last(self, feed: str, stream: str) -> None:
         """Check `same` of a stream while its cluster may have no leader."""
         await answered(lambda: self.same(feed, stream), Unavailable)
+
+
+@asynccontextmanager
+async def bench_of(url: str | list[str], root: Path, *buckets: str, **login: str) -> AsyncIterator[Bench]:
+    """A bench with a connection of its own; `buckets`: those of its leases and its state."""
+    async with aclosing(await connected(url, **login)) as client:
+        yield Bench(url, root, client, *buckets)
 
 
 async def source_from(client: FloeClient, stream: str, first: int) -> Trace:

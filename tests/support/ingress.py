@@ -261,9 +261,9 @@ class Centre:
 
 
 @asynccontextmanager
-async def client_of(*urls: str, name: str = "test") -> AsyncIterator[FloeClient]:
+async def client_of(*urls: str, name: str = "test", **settings: Any) -> AsyncIterator[FloeClient]:
     """Open a connection of the test's own."""
-    async with aclosing(await connected(urls, name)) as client:
+    async with aclosing(await connected(urls, name, **settings)) as client:
         yield client
 
 

@@ -30,8 +30,8 @@ from tests.support.proxies import Answer, Exchange, FaultProxy
 SETTLED = 10.0  # seconds after which a group that is too small stays so
 
 
-async def connected(url: str | Sequence[str], name: str = "test") -> FloeClient:
-    return await connect(NatsSettings(url=url), name=name)  # type: ignore[arg-type]
+async def connected(url: str | Sequence[str], name: str = "test", **settings: Any) -> FloeClient:
+    return await connect(NatsSettings(url=url, **settings), name=name)  # type: ignore[arg-type]
 
 
 def placing(cluster: NatsCluster) -> NatsCluster:
