@@ -20,10 +20,7 @@ pytestmark = pytest.mark.servers
 
 async def lost(bench: Bench, count: int) -> tuple[str, list[object], str]:
     """An archived stream that is gone, its former messages, and a configuration."""
-    stream = await bench.make_stream(unique("R"), storage="file")
-    await bench.publish(stream, [b"%d" % n for n in range(count)])
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, count)
+    stream = await bench.begun([b"%d" % n for n in range(count)], storage="file")
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
     return stream, [*before], str(configuration(bench, {"stream": stream}))

@@ -47,8 +47,7 @@ def by_name(bench: Bench, stream: str) -> dict[str, CapturedConsumer]:
 
 async def test_a_stream_is_captured_beside_its_messages(bench: Bench) -> None:
     """Consumers of several kinds; a position moves; a configuration changes; earlier captures stay."""
-    stream = await bench.make_stream(unique("CAP"))
-    await bench.publish(stream, [b"%d" % n for n in range(10)])
+    stream = await bench.filled([b"%d" % n for n in range(10)])
     await made(bench, stream, "some")
     await made(bench, stream, "filtered", filter_subject=f"{stream}.b", ack_policy="all", max_deliver=3)
     await made(bench, stream, "pushed", deliver_subject=unique("D"), ack_policy="none")
@@ -137,8 +136,7 @@ async def test_a_store_that_refuses_captures_stops_nothing(bench: Bench, caplog:
     feed = {"stream": stream, "capture_consumers": "1s"}
     async with bench.egress(feed, tuning=SELDOM, objects=objects):  # type: ignore[arg-type]
         await soon(lambda: logged(caplog, "capture_failed"))
-        await bench.publish(stream, [b"x"] * 20)
-        await bench.archived_to(stream, 20)
+        await bench.archive(stream, [b"x"] * 20, 20)
         objects.heal()
         await soon(lambda: captures(bench).consumers(chain(stream)) is not None)
         await soon(lambda: logged(caplog, "capture_recovered"))

@@ -26,7 +26,7 @@ from ingress.recovery.read_back import read_differences
 from ingress.recovery.request import RecoveryParts
 from tests.scenarios.processes import Service
 from tests.support import restoring as back
-from tests.support.basics import PATIENCE, soon, unique
+from tests.support.basics import PATIENCE, raises_code, soon, unique
 from tests.support.commands import configuration, floe, invoke, ran
 from tests.support.egress import SITE, Bench
 from tests.support.ingress import rows_of
@@ -48,8 +48,7 @@ async def scratch(world: World) -> list[str]:
 
 
 async def test_replay_as_a_command(world: World) -> None:
-    world.fill((1, 3000))
-    await world.make()
+    await world.make((1, 3000))
     folder = world.archive.folder.parent
     target = ("--target", world.target, "--subject-prefix", world.target)
     command = ("replay", "-c", str(world.centre.write()), *FEED, *target)
@@ -272,25 +271,20 @@ async def test_a_stop_differences_holes_and_a_missing_program_are_named(bench: B
     ]
 
     (bench.root / "bucket" / bench.refs(stream)[0].key).unlink()
-    with pytest.raises(Stopped) as hole:
+    with raises_code(Stopped, "E-RESTORE-LOSSY") as hole:
         await drill(bench, stream).run(Stop())
-    assert hole.value.code == "E-RESTORE-LOSSY"
     assert re.search(f"{command} --allow-lossy", hole.value.hint)
     assert (await drill(bench, stream, allow_lossy=True).run(Stop())).exit_code == 0
 
     def missing(*_: object, **__: object) -> NatsServer:
         raise FileNotFoundError("no nats-server")
 
-    with pytest.raises(ConfigError) as absent:
+    with raises_code(ConfigError, "E-DRILL-SERVER", 78):
         await drill(bench, stream, missing, allow_lossy=True).run(Stop())
-    assert (absent.value.code, absent.value.exit_code) == ("E-DRILL-SERVER", 78)
 
 
 async def test_a_right_to_remove_what_it_makes_is_missed_before_it_begins(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("D"))
-    await bench.publish(stream, [b"1", b"2"])
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, 2)
+    stream = await bench.begun([b"1", b"2"])
     rights = {"one": "$JS.API.CONSUMER.DELETE", "two": "$JS.API.STREAM.DELETE"}
     users = (f'{{user: {u}, password: p, permissions: {{publish: {{deny: ["{r}.>"]}}}}}}' for u, r in rights.items())
     with NatsServer(extra=f"authorization {{ users: [ {', '.join(users)} ] }}") as server:
@@ -312,8 +306,7 @@ async def test_a_durable_before_the_first_message_is_no_difference(bench: Bench)
     await bench.publish(stream, [b"%d" % n for n in range(5)])
     await back.consume(bench, stream, "begun", 3)
     async with bench.egress({"stream": stream}):
-        await bench.publish(stream, [b"%d" % n for n in range(25)])
-        await bench.archived_to(stream, 30)
+        await bench.archive(stream, [b"%d" % n for n in range(25)], 30)
     await back.capture(bench, stream, 30, deletions=True)
     for server in (None, NatsServer):
         report = await drill(bench, stream, server).run(Stop())

@@ -44,8 +44,7 @@ async def test_a_deleted_consumer_is_made_again_and_nothing_is_missing(bench: Be
             await bench.publish(stream, [b"x"] * 50)
             (name,) = await soon(lambda: consumer_names(bench.client, stream))
             await bench.client.api(f"CONSUMER.DELETE.{stream}.{name}")
-            await bench.publish(stream, [b"y"] * 50)
-            await bench.archived_to(stream, 100 * (round_ + 1))
+            await bench.archive(stream, [b"y"] * 50, 100 * (round_ + 1))
     await bench.same(stream, stream)
     assert await consumer_names(bench.client, stream) == []
 
@@ -182,8 +181,7 @@ async def test_a_store_that_takes_nothing_is_logged_with_the_time_until_messages
     stream = await bench.make_stream(unique("AGE"), max_age=3600 * 10**9)
     store = FaultyStore(bench.objects)
     async with bench.egress({"stream": stream}, tuning=IMPATIENT, objects=store, lease_ttl=LONG_LEASE):
-        await bench.publish(stream, [b"a"] * 10)
-        await bench.archived_to(stream, 10)
+        await bench.archive(stream, [b"a"] * 10, 10)
         await soon(lambda: metric("expiry_seconds", stream) == math.inf)
         fail_puts(store)
         await bench.publish(stream, [b"b"] * 10)

@@ -68,8 +68,7 @@ async def test_everything_purged_is_covered_by_a_heartbeat_and_unverified_until_
     async with bench.egress({"stream": stream}) as running:
         await bench.archived_to(stream, 10)
         await soon(lambda: running.status(stream).get("verdict") == "unverified")
-        await bench.publish(stream, [b"later"] * 3)
-        await bench.archived_to(stream, 13)
+        await bench.archive(stream, [b"later"] * 3, 13)
         await soon(lambda: running.status(stream).get("verdict") == "same")
     bench.check(stream)
     assert bench.ledger(stream) == {"gone_before_read": 5}
@@ -92,8 +91,7 @@ async def test_a_feed_begins_at_its_start_key_and_the_key_counts_once(bench, sta
     stream = await bench.filled([b"x"] * 10)
     async with bench.egress({"stream": stream, **start}) as running:
         await soon(lambda: running.state(stream) == "reading")
-        await bench.publish(stream, [b"x"] * 45)
-        await bench.archived_to(stream, 55)
+        await bench.archive(stream, [b"x"] * 45, 55)
     async with bench.egress({"stream": stream, "start_sequence": 8}) as running:
         await soon(lambda: running.state(stream) == "reading")
     assert bench.chains.read_chain(bench.chain(stream)).first == first
@@ -131,8 +129,7 @@ async def test_a_stopped_feed_leaves_the_others_alone_and_resumes_when_it_can(be
         await bench.archived_to(stream, 3)
         assert any("does not exist" in problem for problem in running.health.problems())
         await bench.make_stream(missing)
-        await bench.publish(missing, [b"x"] * 3)
-        await bench.archived_to(missing, 3)
+        await bench.archive(missing, [b"x"] * 3, 3)
         assert not running.health.problems()
 
 
@@ -173,8 +170,7 @@ async def test_a_server_that_is_down_at_the_start_is_waited_for(tmp_path: Path) 
     with server:
         bench.client = await connected(server.url)
         await bench.make_stream("S")
-        await bench.publish("S", [b"x"] * 3)
-        await bench.archived_to("S", 3)
+        await bench.archive("S", [b"x"] * 3, 3)
         await running.drain()
         await bench.client.aclose()
 

@@ -96,15 +96,13 @@ async def test_a_hole_in_the_archive_of_a_work_queue_is_never_covered_again(benc
     feed = {"stream": stream, "segment": {"max_messages": 10}, "filter_subject": f"{stream}.a"}
     await bench.publish(stream, [b"of nobody"], subject="b")
     async with bench.egress(feed):
-        await bench.publish(stream, numbered(30))
-        await bench.archived_to(stream, 31)
+        await bench.archive(stream, numbered(30), 31)
     lost = next(ref for ref in bench.refs(stream) if 16 in ref.coverage)
     bench.objects.delete(lost.key)
     async with bench.egress(feed) as running:
         await soon(lambda: running.status(stream).get("lost") == len(lost.coverage))
         await reads(bench, running, stream)
-        await bench.publish(stream, numbered(10, 30))
-        await bench.archived_to(stream, 41)
+        await bench.archive(stream, numbered(10, 30), 41)
     assert not any(16 in ref.coverage for ref in bench.refs(stream))
     assert len(payloads(bench, stream)) == 40 - len(lost.coverage)
 
@@ -122,8 +120,7 @@ async def test_a_durable_that_an_admin_removes_is_an_alarm_what_was_received_is_
         await bench.client.api(f"CONSUMER.DELETE.{stream}.{name}")
         await soon(lambda: lapses(stream) == 1)
         await reads(bench, running, stream)
-        await bench.publish(stream, numbered(10, 30))
-        await bench.archived_to(stream, 40)
+        await bench.archive(stream, numbered(10, 30), 40)
     assert bench.ledger(stream) == {}
     (name,) = await durables(bench, stream)
     await bench.client.api(f"CONSUMER.DELETE.{stream}.{name}")
@@ -132,8 +129,7 @@ async def test_a_durable_that_an_admin_removes_is_an_alarm_what_was_received_is_
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 45)
         assert lapses(stream) == 2
-        await bench.publish(stream, numbered(5, 40))
-        await bench.archived_to(stream, 50)
+        await bench.archive(stream, numbered(5, 40), 50)
     assert (payloads(bench, stream), bench.ledger(stream)) == (numbered(45), {"gone_before_read": 5})
     bench.check(stream)
 

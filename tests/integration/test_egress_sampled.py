@@ -175,8 +175,7 @@ async def test_advisories_that_would_feed_themselves_stop_the_feed_before_it_beg
     assert await bench.last(name) == 2
     assert bench.refs(name) == []
     feed["filter_subject"] = f"{name}.data"  # nothing has begun, so it may still be filtered
-    async with bench.egress(feed):
-        await bench.archived_to(name, 2)
+    await bench.freeze(feed)
     assert (await set_up(bench.client, bench.settings(feed)))[1] == []
 
 

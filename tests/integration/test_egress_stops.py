@@ -48,8 +48,7 @@ async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_doe
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None
         is_calm.set()
         await churning
-        await bench.publish(stream, [b"second"] * 20)
-        await bench.archived_to(stream, 20, incarnation=1)
+        await bench.archive(stream, [b"second"] * 20, 20, incarnation=1)
     await bench.same(stream, stream, 1)
 
 
@@ -103,8 +102,7 @@ async def test_a_document_that_is_missing_or_contradicts_is_restored_or_made_aga
             bench.objects.put(key, kept)
         else:
             bench.objects.delete(key)
-        await bench.publish(stream, [b"more"] * 5)
-        await bench.archived_to(stream, 15)
+        await bench.archive(stream, [b"more"] * 5, 15)
     await bench.same(stream, stream)
 
 
@@ -128,8 +126,7 @@ async def test_resolve_gives_the_choices_where_the_stream_was_deleted(bench: Ben
         if policy == "continue":
             done = await floe(*shlex.split(restore)[1:])
             assert (done.code, await bench.last(stream)) == (0, 10), done
-            await bench.publish(stream, [b"second"] * 10)
-            await bench.archived_to(stream, 20)
+            await bench.archive(stream, [b"second"] * 10, 20)
         else:
             await bench.make_stream(stream)
             await bench.publish(stream, [b"second"] * 20)
@@ -226,8 +223,7 @@ async def test_with_the_source_of_the_next_incarnation_it_resumes_there(bench: B
         info = await stream_info(bench.client, stream)
         document = StreamDocument(info.config, info.created, {0: 10}, (ChainStart((), 11),), continues=True)
         bench.chains.create_stream(bench.chain(stream, 1), document)
-        await bench.publish(stream, [b"y"] * 5)
-        await bench.archived_to(stream, 15, incarnation=1)
+        await bench.archive(stream, [b"y"] * 5, 15, incarnation=1)
         assert running.state(stream) == "reading"
     assert bench.end(stream) == 10
     bench.check(stream, 1, 11)

@@ -14,10 +14,9 @@ from click.testing import CliRunner
 
 from common.errors import Refused
 from common.nats.api import consumer_names, create_stream, next_message, stream_info
-from common.nats.client import FloeClient, connect
+from common.nats.client import FloeClient
 from common.nats.kv import KeyValue
 from common.open import load_settings
-from common.settings.service import NatsSettings
 from floe import cli
 from infra import rights
 from infra.local.nats import NatsServer
@@ -26,10 +25,12 @@ from tests.integration.test_ingress_messages import make_limited, raise_limit, w
 from tests.support.basics import soon
 from tests.support.commands import configuration, ran
 from tests.support.domains import hub_and_leaf
-from tests.support.egress import Bench, feed_of, publish_over
-from tests.support.ingress import CHAIN, Archive, Centre, check_exact, closed_at, rows_of
+from tests.support.egress import Bench, bench_of, feed_of, publish_over
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, closed_at, rows_of
 
 RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
+EVERYTHING = {"user": "all", "password": "secret"}
+BUCKETS = ("FLOE_LEASES", "FLOE_STATE")
 ROLES = ("egress", "ingress", "operator", "restore", "replay", "drill", "compare")
 LEASES = "FLOE_LEASES.ingress.>"
 LOOKING = ("chain ls", "status", "checkpoint ls", "gap ls", "check archive", "doctor --role compaction")
@@ -74,25 +75,20 @@ def centre(tmp_path: Path, server: NatsServer) -> Guarded:
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 500))
     centre = Guarded(tmp_path, archive, server.url, stream="FLEET")
-    centre.lease_bucket, centre.state_bucket = "FLOE_LEASES", "FLOE_STATE"
+    centre.lease_bucket, centre.state_bucket = BUCKETS
     return centre
-
-
-async def everything(server: NatsServer) -> FloeClient:
-    return await connect(NatsSettings(url=server.url, user="all", password="secret"), name="test")
 
 
 @pytest.fixture
 async def client(server: NatsServer) -> AsyncIterator[FloeClient]:
     """A connection of a user that may do everything."""
-    found = await everything(server)
-    yield found
-    await found.aclose()
+    async with client_of(server.url, **EVERYTHING) as client:
+        yield client
 
 
 @pytest.fixture
 def bench(server: NatsServer, tmp_path: Path, client: FloeClient) -> Bench:
-    return Bench(server.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
+    return Bench(server.url, tmp_path, client, *BUCKETS)
 
 
 def violations(server: NatsServer) -> list[str]:
@@ -218,49 +214,43 @@ async def test_egress_archives_with_the_rights_made_for_a_domain(tmp_path: Path,
     domain = "hub" if inside else "leaf"
     names = [f"domain={domain}", *([] if inside else ["outside=yes"])]
     with hub_and_leaf(lambda hub: as_egress(hub, *names)) as (hub, leaf):
-        client = await everything(hub if inside else leaf)
-        bench = Bench(hub.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
-        await create_stream(client, {"name": "NODES", "subjects": ["NODES.>"], "retention": "workqueue"})
-        nats = {**AS_EGRESS, "jetstream_domain": domain}
-        async with bench.egress({"stream": "NODES"}, nats=nats):
-            await bench.publish("NODES", (b"%d" % n for n in range(300)))
-            await bench.archived_to("NODES", 300)
-        assert violations(hub) == []
-        found = await connect(NatsSettings(url=hub.url, **nats), name="test")
-        with pytest.raises(Refused, match=r"permissions violation for publish .*STREAM.MSG.GET.OTHER"):
-            await next_message(found, "OTHER", 1)
-        with pytest.raises(Refused, match=r"permissions violation for publish .*KV.OTHER.a"):
-            await KeyValue(found, "OTHER").put("a", b"")
-        await found.aclose()
-        await client.aclose()
+        async with client_of((hub if inside else leaf).url, **EVERYTHING) as client:
+            bench = Bench(hub.url, tmp_path, client, *BUCKETS)
+            await create_stream(client, {"name": "NODES", "subjects": ["NODES.>"], "retention": "workqueue"})
+            nats = {**AS_EGRESS, "jetstream_domain": domain}
+            async with bench.egress({"stream": "NODES"}, nats=nats):
+                await bench.archive("NODES", (b"%d" % n for n in range(300)), 300)
+            assert violations(hub) == []
+            async with client_of(hub.url, **nats) as found:
+                with pytest.raises(Refused, match=r"permissions violation for publish .*STREAM.MSG.GET.OTHER"):
+                    await next_message(found, "OTHER", 1)
+                with pytest.raises(Refused, match=r"permissions violation for publish .*KV.OTHER.a"):
+                    await KeyValue(found, "OTHER").put("a", b"")
 
 
 async def test_egress_archives_a_whole_account_with_the_rights_for_it(tmp_path: Path) -> None:
     with NatsServer() as server:
         server.extra = as_egress(server, role="egress-account")
         server.restart()
-        client = await everything(server)
-        bench = Bench(server.url, tmp_path, client, "FLOE_LEASES", "FLOE_STATE")
-        kinds = {"ORDERS": "limits", "JOBS": "workqueue", "KV_CONFIG": "limits", "NEWS": "interest"}
-        entry = {"streams": "*", "retention": [*dict.fromkeys(kinds.values())]}
-        first, late = [*kinds][:2], [*kinds][2:]
-        for name in first:
-            await bench.make_stream(name, retention=kinds[name])
-            await bench.publish(name, [b"x"] * 10)
-        async with bench.egress(entry, nats=AS_EGRESS):
+        async with bench_of(server.url, tmp_path, *BUCKETS, **EVERYTHING) as bench:
+            kinds = {"ORDERS": "limits", "JOBS": "workqueue", "KV_CONFIG": "limits", "NEWS": "interest"}
+            entry = {"streams": "*", "retention": [*dict.fromkeys(kinds.values())]}
+            first, late = [*kinds][:2], [*kinds][2:]
             for name in first:
-                await bench.archived_to(name, 10)
-            for name in late:
                 await bench.make_stream(name, retention=kinds[name])
-            await soon(lambda: consumer_names(client, "NEWS"))
-            for name in late:
                 await bench.publish(name, [b"x"] * 10)
-                await bench.archived_to(name, 10)
-            for name in ("JOBS", "NEWS"):
-                await soon(lambda: is_empty(client, name))  # noqa: B023
-        assert violations(server) == []
-        assert [len(bench.messages(name)) for name in kinds] == [10] * 4
-        await client.aclose()
+            async with bench.egress(entry, nats=AS_EGRESS):
+                for name in first:
+                    await bench.archived_to(name, 10)
+                for name in late:
+                    await bench.make_stream(name, retention=kinds[name])
+                await soon(lambda: consumer_names(bench.client, "NEWS"))
+                for name in late:
+                    await bench.archive(name, [b"x"] * 10, 10)
+                for name in ("JOBS", "NEWS"):
+                    await soon(lambda: is_empty(bench.client, name))  # noqa: B023
+            assert violations(server) == []
+            assert [len(bench.messages(name)) for name in kinds] == [10] * 4
 
 
 async def is_empty(client: FloeClient, stream: str) -> bool:

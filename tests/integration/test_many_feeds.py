@@ -19,8 +19,7 @@ async def test_feeds_without_a_message_start_beside_a_busy_one_and_ask_for_next_
     async with bench.egress(*feeds, tuning=Tuning(), objects=objects) as running:  # type: ignore[arg-type]
         await soon(lambda: all(running.state(stream) == "reading" for stream in streams), 120, 0.2)
         started = objects.calls.total()
-        await bench.publish(streams[0], (b"%d" % n for n in range(200)))
-        await bench.archived_to(streams[0], 200)
+        await bench.archive(streams[0], (b"%d" % n for n in range(200)), 200)
         for stream in streams[1:4]:
             assert not bench.refs(stream)
         asked = objects.calls.total() - started

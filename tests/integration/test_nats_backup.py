@@ -13,7 +13,7 @@ from common.nats.api import create_consumer, query, stream_info
 from common.nats.client import FloeClient
 from infra.local.nats import NatsServer, nats_server_binary
 from tests.support import restoring as back
-from tests.support.basics import soak_only, soon, unique
+from tests.support.basics import soak_only, soon
 from tests.support.commands import configuration, floe, ran
 from tests.support.egress import Bench
 from tests.support.nats_cli import nats, require_nats
@@ -123,8 +123,7 @@ async def test_an_archive_begins_with_a_backup_of_any_server(tmp_path: Path, ver
 
 @pytest.mark.parametrize("point", ["sent", "begun", "read", "removed", "visible"])
 async def test_a_killed_import_is_no_archive_and_the_same_command_continues(bench: Bench, point: str) -> None:
-    stream = await bench.make_stream(unique("B"), storage="file")
-    await bench.publish(stream, [b"%d" % n for n in range(2000)])
+    stream = await bench.filled([b"%d" % n for n in range(2000)], storage="file")
     folder, before = await exported(bench, stream), await back.contents(bench, stream)
     feed = {"stream": stream, "name": "imported", "segment": {"max_messages": 500}}
     file = str(configuration(bench, feed))
@@ -147,8 +146,7 @@ async def test_a_killed_import_is_no_archive_and_the_same_command_continues(benc
 
 
 async def test_what_cannot_be_imported_or_exported_is_refused_by_name(bench: Bench, tmp_path: Path) -> None:
-    stream = await bench.make_stream(unique("B"))
-    await bench.publish(stream, [b"1", b"2"])
+    stream = await bench.filled([b"1", b"2"])
     folder = await exported(bench, stream)
     sampled = {"stream": stream, "name": "s", "inspect_field": "a", "inspect_duration": "1h"}
     parts = {"stream": stream, "name": "p", "partitions": ["a", "b"]}
@@ -182,8 +180,7 @@ async def test_what_cannot_be_imported_or_exported_is_refused_by_name(bench: Ben
 
 
 async def test_a_part_is_exported_and_a_killed_export_is_no_backup(bench: Bench, tmp_path: Path) -> None:
-    stream = await bench.make_stream(unique("B"))
-    await bench.publish(stream, [b"%d" % n for n in range(14)])
+    stream = await bench.filled([b"%d" % n for n in range(14)])
     await bench.publish(stream, [b"%d" % n for n in range(6)], subject="b")
     await back.archived(bench, stream)
     file, folder = str(configuration(bench, {"stream": stream})), str(tmp_path / "b")

@@ -18,17 +18,16 @@ from common.chain import Chain
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import ConfigError, DataError, OutcomeUnknown, Stopped, Unavailable, UsageError
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer, create_stream, list_consumers, stream_info
-from common.nats.client import connect
 from common.nats.kv import state_key
 from common.nats.lease import new_owner, open_leases
-from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.local.nats import NatsServer, nats_server_binary
 from infra.local.process import spawn
 from tests.support import restoring as back
-from tests.support.basics import PATIENCE, commands_of, soak_only, soon, unique
+from tests.support.basics import PATIENCE, commands_of, raises_code, soak_only, soon, unique
 from tests.support.commands import ROOT, configuration, floe, ran
 from tests.support.egress import Bench
+from tests.support.ingress import client_of
 
 pytestmark = pytest.mark.servers
 
@@ -107,8 +106,7 @@ async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
         await asyncio.sleep(0.01)
         middle = time.time_ns()
         await asyncio.sleep(0.01)
-        await bench.publish(stream, [b"%d" % n for n in range(100, 200)])
-        await bench.archived_to(stream, 200)
+        await bench.archive(stream, [b"%d" % n for n in range(100, 200)], 200)
     before = await back.contents(bench, stream)
     await back.consume(bench, stream, "c", 100)
     await back.capture(bench, stream, 200)
@@ -122,9 +120,8 @@ async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
     await back.comes_back(bench, stream, before[:150], to_sequence=150)
     assert (await back.positions(bench, stream))["c"] == (20, 20, 20, 20)  # the capture at 200 is later
     # Under another name it is a separate stream, with other subjects while its own are not free.
-    with pytest.raises(ConfigError) as caught:
+    with raises_code(ConfigError, "E-RESTORE-SUBJECTS", 78) as caught:
         await back.restored(bench, stream, name=(beside := unique("B")), to_sequence=150)
-    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-SUBJECTS", 78)
     assert await stream_info(bench.client, beside) is None, "found before anything is filled"
     offered = f"--as {beside}_RESTORED --subjects '{beside}_RESTORED.>' --to-sequence 150"
     assert f" site/{stream} {offered}\n" in caught.value.hint
@@ -144,9 +141,9 @@ async def test_a_stream_that_was_never_archived_is_not_taken_for_an_empty_one(be
     await back.consume(bench, stream, "app", 40)
     await back.capture(bench, stream, 0)
     await bench.delete_stream(stream)
-    with pytest.raises(Stopped, match=r"no message of the stream is archived; it was at 40 .*: 1\.\.40 ") as found:
+    why = r"no message of the stream is archived; it was at 40 .*: 1\.\.40 "
+    with raises_code(Stopped, "E-RESTORE-LOSSY", match=why):
         await back.restored(bench, stream)
-    assert found.value.code == "E-RESTORE-LOSSY"
     assert await stream_info(bench.client, stream) is None
     assert (await back.restored(bench, stream, allow_lossy=True)).exit_code == 0
     assert (await back.planned(bench, stream)).lossy == (), "since the restore it is an empty one"
@@ -155,8 +152,7 @@ async def test_a_stream_that_was_never_archived_is_not_taken_for_an_empty_one(be
 async def test_the_plan_shows_how_far_egress_and_neighbours_had_read_the_stream(bench: Bench) -> None:
     stream = await bench.make_stream(unique("R"), storage="file")
     async with bench.egress({"stream": stream}):
-        await bench.publish(stream, [b"%d" % n for n in range(50)])
-        await bench.archived_to(stream, 50)
+        await bench.archive(stream, [b"%d" % n for n in range(50)], 50)
     chain, now = bench.chain(stream), time.time()
     for process, last, incarnation in (("one", 50, 0), ("other", 60, 0), ("of another life", 99, 1)):
         at = Chain(chain.site, chain.feed, incarnation)
@@ -181,8 +177,7 @@ async def test_a_work_queue_whose_deletions_were_not_captured_comes_back_with_do
     """A server lets nobody read a work queue without removing its messages."""
     queue = await bench.make_stream(unique("Q"), retention="workqueue", storage="file")
     async with bench.egress({"stream": queue, "capture_deletes": "never"}):
-        await bench.publish(queue, [b"%d" % n for n in range(50)])
-        await bench.archived_to(queue, 50)
+        await bench.archive(queue, [b"%d" % n for n in range(50)], 50)
         await soon(lambda: holds(bench, queue, 0))
     await bench.delete_stream(queue)
     report = await back.restored(bench, queue)
@@ -202,8 +197,7 @@ async def in_three(bench: Bench) -> tuple[str, list[Message], list[SegmentRef]]:
     stream = await bench.make_stream(unique("R"))
     async with bench.egress({"stream": stream}):
         for n in range(3):
-            await bench.publish(stream, [b"%d" % (n * 100 + i) * 20 for i in range(100)])
-            await bench.archived_to(stream, (n + 1) * 100)
+            await bench.archive(stream, [b"%d" % (n * 100 + i) * 20 for i in range(100)], (n + 1) * 100)
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
     return stream, before, bench.refs(stream)
@@ -213,9 +207,8 @@ async def test_foreign_streams_are_untouched(bench: Bench) -> None:
     stream, _ = await lost(bench)
     await bench.make_stream(stream)
     await bench.publish(stream, [b"other"])
-    with pytest.raises(ConfigError) as caught:
+    with raises_code(ConfigError, "E-RESTORE-EXISTS", 78):
         await back.restored(bench, stream)
-    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-EXISTS", 78)
     assert [m.payload for m in await back.contents(bench, stream)] == [b"other"]
     file = configuration(bench, {"stream": stream})
     words = ("restore", "-c", str(file), f"site/{stream}", "--dry-run")
@@ -267,16 +260,14 @@ async def test_a_lack_of_room_at_server_or_account_is_named_at_once(bench: Bench
             work = back.restore(bench, stream, login[user])
             _, refused = await work.check(await work.plan())
             assert (refused and refused.code) == code, refused
-        with pytest.raises(ConfigError, match="JetStream") as caught:
+        with raises_code(ConfigError, "E-JS-10039", 78, match="JetStream") as caught:
             await back.restored(bench, stream, nats=login["none"])
         # The leftovers of a killed restore make room, since they go first.
-        client = await connect(NatsSettings.model_validate(login["enough"]), name="test")
-        guarded = {"name": stream, "subjects": [f"{RESTORE_PREFIX}{stream}"], "metadata": {RESTORE_KEY: "0123"}}
-        await create_stream(client, guarded)
-        await client.publish(f"{RESTORE_PREFIX}{stream}", b"x" * 3000)
-        assert (await back.restored(bench, stream, nats=login["enough"])).is_promoted
-        await client.aclose()
-    assert (caught.value.code, caught.value.exit_code) == ("E-JS-10039", 78)
+        async with client_of(server.url, user="enough", password="p") as client:
+            guarded = {"name": stream, "subjects": [f"{RESTORE_PREFIX}{stream}"], "metadata": {RESTORE_KEY: "0123"}}
+            await create_stream(client, guarded)
+            await client.publish(f"{RESTORE_PREFIX}{stream}", b"x" * 3000)
+            assert (await back.restored(bench, stream, nats=login["enough"])).is_promoted
     assert "enable JetStream for the account" in caught.value.hint
 
 
@@ -289,9 +280,8 @@ async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench
     metadata = {RESTORE_KEY: "0123 first=1 end=2"}
     guarded = {"name": stream, "subjects": [f"{RESTORE_PREFIX}{stream}"], "metadata": metadata}
     created = (await create_stream(bench.client, guarded)).created
-    with pytest.raises(Unavailable) as caught:
+    with raises_code(Unavailable, "E-RESTORE-RUNS", 75) as caught:
         await back.restored(bench, stream)
-    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-RUNS", 75)
     assert "first on" in str(caught.value)
     info = await stream_info(bench.client, stream)
     assert (info.created, info.restore_marker) == (created, "0123 first=1 end=2")
@@ -315,9 +305,8 @@ async def test_a_stream_that_was_replaced_while_it_was_promoted_is_named(
             return await api(name, request, **more)
 
         monkeypatch.setattr(client, "api", late)
-        with pytest.raises(Stopped, match="replaced while it was promoted") as caught:
+        with raises_code(Stopped, "E-RESTORE-REPLACED", 1, match="replaced while it was promoted"):
             await work.run(client, Stop())
-    assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-REPLACED", 1)
 
 
 async def test_deletions_by_retention_are_no_damage_and_it_begins_again(
@@ -358,9 +347,8 @@ async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(be
     with pytest.raises(Stopped):
         await back.restored(bench, stream)
     path.unlink()
-    with pytest.raises(Stopped, match=re.escape(str(ref.coverage))) as hole:
+    with raises_code(Stopped, "E-RESTORE-LOSSY", match=re.escape(str(ref.coverage))):
         await back.restored(bench, stream)
-    assert hole.value.code == "E-RESTORE-LOSSY"
     await back.comes_back(bench, stream, [m for m in before if m.sequence not in ref.coverage], allow_lossy=True)
     (bench.root / "bucket" / last.key).unlink()
     with pytest.raises(Stopped, match=r"covered up to 300, and its segments end at 100: 101\.\.300 is missing"):
@@ -392,11 +380,10 @@ async def test_a_consumer_that_an_older_server_refuses_is_named_with_the_way_out
     with NatsServer(binary=nats_server_binary("2.11")) as older:
         work = back.restore(bench, stream, {"url": older.url})
         async with work.open_connection() as client:
-            with pytest.raises(ConfigError, match="unknown priority policy") as caught:
+            with raises_code(ConfigError, "E-RESTORE-REFUSED", match="unknown priority policy") as caught:
                 await work.run(client, Stop())
             assert await stream_info(client, stream) is None
         assert (await back.restored(bench, stream, nats={"url": older.url}, consumers=False)).is_promoted
-    assert caught.value.code == "E-RESTORE-REFUSED"
     assert re.search(rf"floe restore -c \S+ site/{stream} --no-consumers", str(caught.value.hint))
 
 

@@ -568,8 +568,7 @@ def is_number(line: str, count: int) -> bool:
 
 async def visited(bench: Bench, kinds: Mapping[str, Kind], **config: Any) -> dict[str, list[str]]:
     """The problems of each kind that has some, with `config` in each of them."""
-    source = await bench.make_stream(unique("S"), storage="file", **config)
-    await bench.publish(source, [b"%d" % n for n in range(30)])
+    source = await bench.filled([b"%d" % n for n in range(30)], storage="file", **config)
     pens = {name: await made(bench, kind, source, **config) for name, kind in kinds.items()}
 
     async def every(acts: Callable[[Kind], Act | None]) -> None:

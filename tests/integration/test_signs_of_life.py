@@ -71,8 +71,7 @@ async def test_each_process_reports_its_state_and_how_far_its_streams_are(bench:
         # Refused: the archive continues.
         trouble["/alive/"] = Refused("no")
         await soon(lambda: (gauge("egress_alive_errors_total", site=SITE) or 0) >= 1)
-        await bench.publish(stream, [b"y"] * 10)
-        await bench.archived_to(stream, 60)
+        await bench.archive(stream, [b"y"] * 10, 60)
         assert gauge("egress_store_reachable") == 1, "a refusal is an answer"
         trouble["/alive/"] = Refused("who?", code="E-S3-AUTH")
         await soon(lambda: gauge("egress_store_reachable") == 0)

@@ -160,8 +160,7 @@ async def test_a_reader_that_frees_memory_survives_another(bench: Bench, monkeyp
         assert throw.left == 0
         await soon(lambda: count("feed") == before + 1)
         for stream in (one, other):
-            await bench.publish(stream, [b"x"])
-            await bench.archived_to(stream, 1)
+            await bench.archive(stream, [b"x"], 1)
 
 
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +259,7 @@ async def test_failed_parts_of_ingress_start_again(
 async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
     async with client_of(nats_url) as client:
         world = World(tmp_path, nats_url, client)
-        world.fill((1, 300))
-        await world.make()
+        await world.make((1, 300))
         yield world
 
 

@@ -243,6 +243,11 @@ class Bench:
         """Wait until coverage reaches `last`."""
         await soon(lambda: self.end(feed, incarnation) >= last)
 
+    async def archive(self, stream: str, payloads: Iterable[bytes], last: int, incarnation: int = 0) -> None:
+        """Publish, and wait until the feed of the stream's name has archived up to `last`."""
+        await self.publish(stream, payloads)
+        await self.archived_to(stream, last, incarnation)
+
     async def mark(self, feed: str, incarnation: int = 0) -> int | None:
         state = await KeyValue(self.client, self.state_bucket).ensure()
         return await HighWaterMarks(state).get(self.chain(feed, incarnation))

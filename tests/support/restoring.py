@@ -40,8 +40,7 @@ async def awkward(bench: Bench, count: int = 1500, **config: Any) -> str:
 async def archived(bench: Bench, stream: str) -> int:
     """Archive and capture all of the stream, and return its last sequence."""
     last = await bench.last(stream)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, last)
+    await bench.freeze({"stream": stream})
     await capture(bench, stream, last)
     return last
 
