@@ -25,15 +25,16 @@ from common.sequences import SequenceRange, Stretch, choose_segment, cover, pref
 from egress.archive import Archive
 from egress.deps import EgressDeps, PartitionDeps
 from egress.identity import (
-    Acceptance,
     Evidence,
     HeldMessage,
+    IdentityRecord,
     SourceStream,
     SourceVerdict,
     VerdictKind,
     Witness,
     is_any_equal,
     judge_with,
+    remember,
 )
 from egress.incarnations import HighWaterMarks, Incarnation, older_incarnations
 from egress.partition import Position, next_position
@@ -398,7 +399,7 @@ class Proposal(NamedTuple):
 
 
 class IdentityCheck:
-    """Queries about the stream of one partition of a feed. `acceptance`: the stream that an operator accepted."""
+    """Queries about the stream of one partition of a feed. `record`: what is known of its stream."""
 
     def __init__(self, deps: PartitionDeps) -> None:
         self._deps, self._threads, self._archived = deps, deps.pools.io, ArchivedMessages(deps)
@@ -407,7 +408,7 @@ class IdentityCheck:
         self._outside_effects: dict[Chain, bool] = {}
         # The last comparison with an equal message: the state of both sides, the evidence, and `first_timestamp_ns`.
         self._compared: tuple[tuple[object, ...], Evidence, int | None] | None = None
-        self.acceptance: Acceptance | None = None
+        self.record: IdentityRecord | None = None
 
     async def stream_info(self) -> StreamInfo | None:
         """Return the state of the stream, None if there is none. Raises Unavailable while it is being restored."""
@@ -446,6 +447,8 @@ class IdentityCheck:
         answer = await self.judge_once(current, archive, received)
         if answer[1].is_same:
             return answer
+        if any(witness.held is HeldMessage.DIFFERENT for witness in answer[0].tips):
+            self.record = remember(self.record, *answer)  # what is read can be old, but not another message
         on_unconfirmed(reason := answer[1].reason)
         log.warning("verdict questioned", action="verdict_questioned", error=reason, **current.chain.log_context())
         return await confirm(
@@ -464,7 +467,7 @@ class IdentityCheck:
         be reached.
         """
         evidence = await self._gather(client or self._deps.client, current, archive, received)
-        verdict = judge_with(evidence, self.acceptance)
+        verdict = judge_with(evidence, self.record)
         if not verdict.is_same and evidence.source is not None and evidence.source.created != evidence.created:
             verdict = await self._threads.run(self._as_restored, current.chain, evidence, verdict)
         return evidence, verdict
@@ -488,7 +491,7 @@ class IdentityCheck:
             return verdict
         # A partition without an end had no segment at the restore, and may have covered nothing.
         end = restored.ends.get(chain.partition, min(restored.end, evidence.end))
-        found = judge_with(evidence, Acceptance(evidence.source.created, end))
+        found = judge_with(evidence, IdentityRecord(evidence.source.created, end))
         return replace(found, reason=f"restored from the archive: {found.reason}") if found.is_same else verdict
 
     async def _gather(

@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace as replace_fields
 
 from common.archive.segment import Tip
 from common.chain import Chain
@@ -199,43 +200,71 @@ def _created(evidence: Evidence, source: SourceStream) -> str:
     return f"created was {evidence.created} and is {source.created}"
 
 
-class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
-    """Acceptance of the stream created at `created` as the one that was archived up to `end`, even if messages up to
-    there differ.
+class IdentityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
+    """Lasting knowledge of the stream created at `created`.
+
+    `end`: an operator accepted it as the one that was archived up to there, even if messages up to there differ; 0: not
+    accepted. `set_back_at`: it was set back, and this sequence was not as archived; 0: it was not.
     """
 
     created: str
-    end: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+    end: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)] = 0
+    set_back_at: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)] = 0
 
 
-ACCEPTANCE = JsonCodec(Acceptance)
+IDENTITY_RECORD = JsonCodec(IdentityRecord)
 
 
-def acceptance_key(chain: Chain) -> str:
+def identity_key(chain: Chain) -> str:
     number = f"{chain.incarnation:04d}"
     return state_key("egress", "same", chain.site, chain.feed, number, str(chain.partition))
 
 
-def acceptance_of(state: KeyValue, chain: Chain) -> KvDocument[Acceptance]:
+def identity_of(state: KeyValue, chain: Chain) -> KvDocument[IdentityRecord]:
     hint = f"to discard it, so that the evidence decides:\n{believe_command(chain)}"
-    return KvDocument(state, acceptance_key(chain), ACCEPTANCE, kv_error(f"acceptance of {chain}", hint))
+    return KvDocument(state, identity_key(chain), IDENTITY_RECORD, kv_error(f"identity of {chain}", hint))
 
 
-def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdict:
-    """Return the verdict; an acceptance replaces the evidence for all that was archived up to its end.
+def remember(record: IdentityRecord | None, evidence: Evidence, verdict: SourceVerdict) -> IdentityRecord | None:
+    """Return the record with the first sequence that is known not to be as archived, if the stream was set back."""
+    source, equal = evidence.source, max((tip.sequence for tip in _tips(evidence, HeldMessage.EQUAL)), default=0)
+    if source is None or verdict.kind is not VerdictKind.ROLLED_BACK:
+        return record
+    missing = (source.last + 1,) if source.last < evidence.end else ()
+    differing = (tip.sequence for tip in _tips(evidence, HeldMessage.DIFFERENT) if tip.sequence > equal)
+    if record is None or record.created != source.created:
+        record = IdentityRecord(source.created)
+    return record if record.set_back_at else replace_fields(record, set_back_at=min((*differing, *missing), default=0))
 
-    It has no effect for another stream, or if the stream or the archive ends before the accepted end. Messages archived
-    since are judged as usual.
+
+def judge_with(evidence: Evidence, record: IdentityRecord | None) -> SourceVerdict:
+    """Return the verdict with what is known of this stream; the record of another one has no effect.
+
+    A stream that was set back remains so until a message is as archived at or after the sequence that was not:
+    messages that leave it, and new ones that pass the archive's end, prove nothing.
     """
     source = evidence.source
-    if acceptance is None or source is None or source.created != acceptance.created:
+    if record is None or source is None or source.created != record.created:
         return judge(evidence)
-    if source.last < acceptance.end or evidence.end < acceptance.end:
+    verdict, back = _judge_accepted(evidence, source, record), record.set_back_at
+    is_back = any(tip.sequence >= back for tip in _tips(evidence, HeldMessage.EQUAL))
+    if not back or is_back or not (verdict.is_same or verdict.kind is VerdictKind.UNKNOWN):
+        return verdict
+    return SourceVerdict(VerdictKind.ROLLED_BACK, f"sequence {back} was not as archived, and nothing after it is since")
+
+
+def _judge_accepted(evidence: Evidence, source: SourceStream, record: IdentityRecord) -> SourceVerdict:
+    """Return the verdict; an acceptance replaces the evidence for all that was archived up to its end.
+
+    It has no effect if the stream or the archive ends before the accepted end. Messages archived since are judged as
+    usual.
+    """
+    if not record.end or source.last < record.end or evidence.end < record.end:
         return judge(evidence)
-    newer = tuple(witness for witness in evidence.tips if witness.tip.sequence > acceptance.end)
-    if not newer and evidence.end == acceptance.end:
-        return SourceVerdict(VerdictKind.SAME, f"accepted up to {acceptance.end}")
-    return judge(replace(evidence, created=acceptance.created, tips=newer, older_match=None))
+    newer = tuple(witness for witness in evidence.tips if witness.tip.sequence > record.end)
+    if not newer and evidence.end == record.end:
+        return SourceVerdict(VerdictKind.SAME, f"accepted up to {record.end}")
+    return judge(replace(evidence, created=record.created, tips=newer, older_match=None))
 
 
 CODES = {
@@ -271,7 +300,7 @@ def can_be_same(evidence: Evidence, verdict: SourceVerdict) -> bool:
 
 
 def _differs(evidence: Evidence) -> bool:
-    return any(witness.held is HeldMessage.DIFFERENT for witness in evidence.tips)
+    return bool(_tips(evidence, HeldMessage.DIFFERENT))
 
 
 def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *, has_partitions: bool) -> list[Choice]:
@@ -303,7 +332,7 @@ def _incarnation_text(evidence: Evidence, source: SourceStream, verdict: SourceV
     if proposal is None and both:
         return f"{text}nothing is lost; {both} sequences up to {end} could not be compared and may be archived twice"
     if sequence > source.first:
-        return f"{text}up to {sequence - 1} it equals the archive, so nothing is repeated or lost"
+        return f"{text}nothing is repeated, and nothing lost but a message up to {sequence - 1} that was never archived"
     if not both or verdict.kind is not VerdictKind.UNKNOWN or _differs(evidence):
         return f"{text}none of its messages is archived, so nothing is repeated or lost"
     return f"{text}nothing is lost; {both} sequences up to {end} are archived twice if it is the same stream"
@@ -383,11 +412,12 @@ def _hint(partition: Partition, chain: Chain, evidence: Evidence, verdict: Sourc
         named = chain if has_partitions and choice.options == "--same" else chain.feed
         lines += [f"{choice.meaning}:", resolve_command(named, choice.options)]
     if verdict.kind is VerdictKind.UNKNOWN and not can_be_same(evidence, verdict):
-        lines[0] += f"; it cannot be the same: {_why_not_same(evidence, source)}"
+        lines[0] += f"; it cannot be the same: {why_not_same(evidence, source)}"
     return "\n".join(lines)
 
 
-def _why_not_same(evidence: Evidence, source: SourceStream) -> str:
+def why_not_same(evidence: Evidence, source: SourceStream) -> str:
+    """Return the reason why an unknown stream cannot be the same."""
     if source.last < evidence.end:
         return f"the archive ends at {evidence.end}, the stream at {source.last}"
     differing = min(w.tip.sequence for w in evidence.tips if w.held is HeldMessage.DIFFERENT)

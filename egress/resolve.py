@@ -19,18 +19,19 @@ from egress.deps import CommandContext, PartitionDeps
 from egress.evidence import IdentityCheck
 from egress.identity import (
     CODES,
-    Acceptance,
     Choice,
     Evidence,
+    IdentityRecord,
     SourceVerdict,
     VerdictKind,
-    acceptance_of,
     can_be_same,
     choices,
     first_difference_text,
     gone_hint,
+    identity_of,
     no_stream_error,
     possible_first,
+    why_not_same,
 )
 from egress.incarnations import Closings, EndDecision, HighWaterMarks, Incarnation, Incarnations, newest_incarnation
 from egress.partition import Partition, accounted_until
@@ -198,7 +199,7 @@ async def _lost(incarnations: Incarnations, chain: Chain) -> FloeError | None:
 async def _judge(deps: PartitionDeps, current: Incarnation, archive: Archive) -> Case:
     partition, identity = deps.partition, IdentityCheck(deps)
     try:
-        identity.acceptance, _ = await acceptance_of(deps.state, current.chain).get()
+        identity.record, _ = await identity_of(deps.state, current.chain).get()
         await Closings(deps.state).get(current.chain)
     except DataError as unreadable:
         return Case(partition, current, archive.first, archive.end, error=unreadable)
@@ -265,26 +266,21 @@ async def decide_incarnation(context: CommandContext, cases: Sequence[Case], dec
     log.info("new incarnation decided", action="incarnation_decided", **chain.log_context())
 
 
-def check_same(case: Case) -> Acceptance:
+def check_same(case: Case) -> IdentityRecord:
     """Return the acceptance of the stream as the same. Raises UsageError if that is not possible."""
     evidence, verdict = case.evidence, case.verdict
     if evidence is None or verdict is None or evidence.source is None or not case.code or case.error:
         raise UsageError(f"{case.chain}: --same is not possible: {case.as_json()['why']}")
-    if evidence.source.last < evidence.end:
-        raise UsageError(
-            f"{case.chain}: the stream ends at {evidence.source.last}, the archive at {evidence.end}: "
-            f"new messages up to {evidence.end} would be lost",
-            hint="--new-incarnation loses nothing",
-        )
     if not can_be_same(evidence, verdict):
-        is_unknown, parted = verdict.kind is VerdictKind.UNKNOWN, first_difference_text(evidence, case.proposal)
-        reason = f"messages differ{parted}" if is_unknown else f"the stream is {verdict.kind.value.replace('_', ' ')}"
+        is_unknown = verdict.kind is VerdictKind.UNKNOWN
+        other = f"the stream is {verdict.kind.value.replace('_', ' ')}"
+        reason = why_not_same(evidence, evidence.source) if is_unknown else other
         raise UsageError(f"{case.chain}: --same is not possible: {reason}", hint="--new-incarnation loses nothing")
-    return Acceptance(evidence.source.created, evidence.end)
+    return IdentityRecord(evidence.source.created, evidence.end)
 
 
 async def accept_same(context: CommandContext, case: Case) -> None:
-    await acceptance_of(context.deps.state, case.chain).put(check_same(case))
+    await identity_of(context.deps.state, case.chain).put(check_same(case))
     log.info("stream accepted as the same", action="stream_accepted", **case.chain.log_context())
 
 
@@ -299,8 +295,8 @@ async def accept_listing(context: CommandContext, case: Case) -> int:
     deps, chain = context.deps, case.chain
     end = accounted_until(case.first, case.end)
     await HighWaterMarks(deps.state).overwrite(chain, end)
-    acceptance, closings = acceptance_of(deps.state, chain), Closings(deps.state)
-    for read, key in ((acceptance.get(), acceptance.key), (closings.get(chain), closings.key(chain))):
+    identity, closings = identity_of(deps.state, chain), Closings(deps.state)
+    for read, key in ((identity.get(), identity.key), (closings.get(chain), closings.key(chain))):
         with suppress(DataError):
             await read
             if case.current is not None:

@@ -29,9 +29,10 @@ from egress.identity import (
     Evidence,
     SourceVerdict,
     VerdictKind,
-    acceptance_of,
+    identity_of,
     is_any_equal,
     no_stream_error,
+    remember,
     verdict_error,
 )
 from egress.incarnations import Closing, Closings, End, EndDecision, Incarnation, Incarnations, NextStream
@@ -243,9 +244,13 @@ class Worker:
         return Findings(current, archive, closing, evidence, verdict)
 
     async def judge_stream(self, current: Incarnation, archive: Archive) -> tuple[Evidence, SourceVerdict]:
-        self.identity.acceptance, _ = await acceptance_of(self._deps.state, current.chain).get()
+        document = identity_of(self._deps.state, current.chain)
+        self.identity.record, _ = stored = await document.get()
         received = None if self._unput is None else self._unput.received
-        return await self.identity.judge_confirmed(current, archive, received, self._report.set_checking)
+        answer = await self.identity.judge_confirmed(current, archive, received, self._report.set_checking)
+        if (record := remember(self.identity.record, *answer)) is not None and record != stored[0]:
+            await document.put(record)
+        return answer
 
     async def _continue(self, found: Findings, lease: Lease, stop: Stop) -> None:
         source, decision = found.evidence.source, found.decision

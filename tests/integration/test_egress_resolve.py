@@ -14,7 +14,7 @@ from common.nats.client import FloeClient
 from common.nats.kv import KeyValue
 from common.nats.pull import get_message
 from egress import deps, evidence
-from egress.identity import acceptance_key
+from egress.identity import identity_key
 from egress.incarnations import Closings, HighWaterMarks
 from infra.local.nats import NatsServer
 from tests.support.basics import unique
@@ -82,7 +82,7 @@ async def test_a_stream_set_back_resumes_at_its_fork_from_the_archive_unless_tha
         assert shown.code == 3
         for text in (
             "E-ROLLED-BACK: sequence 12 is as archived, but the stream ends at 12, the archive at 15",
-            "up to 12 it equals the archive, so nothing is repeated or lost",
+            "nothing is repeated, and nothing lost but a message up to 12 that was never archived",
             "sequence 12: equal",
             "a new incarnation may begin within 1..13",
         ):
@@ -94,7 +94,7 @@ async def test_a_stream_set_back_resumes_at_its_fork_from_the_archive_unless_tha
         unasked = await refused(bench, stream, new, from_, "5")
         assert "expected --yes" in unasked
         assert "5..12 is archived already, and will be archived again" in unasked
-        assert "new messages up to 15 would be lost" in await refused(bench, stream, "--same", "--yes")
+        assert "the stream is rolled back" in await refused(bench, stream, "--same", "--yes")
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None
         done = await resolve(bench, stream, new, "--yes", "--json")
         assert done.json() == {"decided": "new incarnation", "first": {"0": 13}}
@@ -139,6 +139,25 @@ async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(alone,
         await paste(bench, hint, {"stream": stream})
         await bench.archived_to(stream, 400, incarnation=1)
     await exact(bench, stream, 1, 201)
+
+
+async def test_a_stream_set_back_stays_stopped_though_new_messages_pass_its_former_end(alone, tmp_path: Path) -> None:
+    """And no message is left that could show it."""
+    bench, server = alone
+    stream = await bench.begun([b"x %d" % i for i in range(10)], storage="file")
+    saved = await save_disk(server, tmp_path)
+    await archive(bench, stream, [b"lost"] * 3)
+    await restore_disk(server, saved)
+    async with bench.egress({"stream": stream}) as running:
+        await running.stopped(stream)
+    await bench.publish(stream, [b"new"] * 7)
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 15})
+    async with bench.egress({"stream": stream}) as running:
+        status = await running.stopped(stream)
+        assert "is rolled back: sequence 11 was not as archived, and nothing after it is since" in status["why"]
+        await paste(bench, status["hint"], {"stream": stream})
+        await bench.archived_to(stream, 17, incarnation=1)
+    await exact(bench, stream, 1, 15)
 
 
 # E-FORKED
@@ -213,7 +232,7 @@ async def test_a_stream_recreated_twice_within_an_hour_need_not_wait(bench: Benc
 # E-STATE-KV (E-LISTING and E-EMPTY-ARCHIVE: test_egress_histories.py)
 
 
-@pytest.mark.parametrize("what", [Closings.key, acceptance_key, HighWaterMarks.key])
+@pytest.mark.parametrize("what", [Closings.key, identity_key, HighWaterMarks.key])
 async def test_a_mark_or_decisions_that_cannot_be_read_stop_the_chain_and_are_forgotten_by_the_command_only(
     bench: Bench, what: Callable[[Chain], str]
 ) -> None:

@@ -22,7 +22,7 @@ from common.archive.documents import ChainDocument, ChainStart, StreamDocument, 
 from common.archive.documents import AcceptedGap
 from common.sequences import SequenceRange
 from egress.incarnations import CLOSING, Closing, EndDecision, End, NextStream
-from egress.identity import ACCEPTANCE, Acceptance
+from egress.identity import IDENTITY_RECORD, IdentityRecord
 from ingress.chains.sources import FeedStart
 
 def begin(start, works):
@@ -38,7 +38,7 @@ made = [
     (AcceptedGap.from_json, AcceptedGap(SequenceRange(1, 2), "why", "me", at).to_json()),
     (CLOSING.decode, CLOSING.encode(Closing({0: End(1, 1, at)}, EndDecision(at, {0: 1})))),
     (CLOSING.decode, CLOSING.encode(Closing(next=NextStream(at, {})))),
-    (ACCEPTANCE.decode, ACCEPTANCE.encode(Acceptance(at, 1))),
+    (IDENTITY_RECORD.decode, IDENTITY_RECORD.encode(IdentityRecord(at, 1))),
     (FeedStart.from_json, FeedStart(1, 1, {"a": 1}).to_json()),
 ]
 crashed = 0

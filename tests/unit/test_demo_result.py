@@ -1,7 +1,6 @@
-"""The demo's verdict and its view of advisories: it can fail, and it notices an impossible sequence of events."""
+"""The demo's verdict: it can fail."""
 
 import importlib.util
-import json
 
 import pytest
 
@@ -9,7 +8,7 @@ from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
-from infra.demo.compare import COLUMNS, AdvisoryHistories, ArchivedChain, ChainReadings, DemoResult, worst_comparison
+from infra.demo.compare import COLUMNS, ArchivedChain, ChainReadings, DemoResult, worst_comparison
 from infra.demo.demo import StepView, run_demo
 from infra.demo.world import PublishLoad
 from infra.oracle import OracleResult, Trace
@@ -92,27 +91,3 @@ async def test_without_pyspark_the_demo_fails_at_once(monkeypatch: pytest.Monkey
     load = PublishLoad(seconds=1, seed=1, rate=1)
     with pytest.raises(ConfigError, match="expected pyspark, found none; in a checkout of Floe: pip install"):
         await run_demo(load, StepView(), SystemClock())
-
-
-# The view of advisories
-
-
-def histories(*events: tuple[str, str]) -> AdvisoryHistories:
-    """Return the histories of one node's advisories, given as (event, id)."""
-    read_histories = AdvisoryHistories()
-    for event, identity in events:
-        document = {"event": event, "value": "n1", "event_id": identity}
-        read_histories.add(Message(1, 1, b"s", None, json.dumps(document).encode()))
-    return read_histories
-
-
-def test_a_valid_history_has_no_problems() -> None:
-    events = ("new", "timeout", "recover", "timeout", "expire", "new")
-    read_histories = histories(*((event, str(number)) for number, event in enumerate(events)))
-    assert (read_histories.problems, read_histories.counts) == ([], {"new": 2, "timeout": 2, "recover": 1, "expire": 1})
-
-
-@pytest.mark.parametrize("events", ["timeout", "new recover", "new new", "new expire", "new timeout new"])
-def test_what_cannot_follow_and_one_id_twice_are_problems(events: str) -> None:
-    assert histories(*((event, str(number)) for number, event in enumerate(events.split()))).problems
-    assert "twice under one id" in histories(("new", "a"), ("timeout", "a")).problems[0]

@@ -81,6 +81,28 @@ def test_a_received_message_shows_the_same_history_but_makes_no_rollback_and_ove
     assert verdict(source(200), (100, DIFFERENT), received=witness(150, EQUAL)).kind is UNKNOWN
 
 
+def test_a_stream_that_was_set_back_remains_so_until_a_message_after_that_is_as_archived() -> None:
+    def judged(
+        found: SourceStream, *tips: tuple[int, HeldMessage]
+    ) -> tuple[identity_module.IdentityRecord | None, Any]:
+        given = Evidence(found, OLD, 100, tuple(witness(*tip) for tip in tips))
+        answer = identity.judge_with(given, record)
+        return identity.remember(record, given, answer), answer.kind
+
+    record = None
+    assert judged(source(100), (100, EQUAL)) == (None, SAME)
+    record, kind = judged(source(60), (100, ABSENT), (50, EQUAL))
+    assert (kind, record) == (ROLLED_BACK, identity.IdentityRecord(OLD, 0, 61))
+    later, healed = [(100, ABSENT), (50, EQUAL)], [(100, ABSENT), (61, EQUAL)]
+    assert judged(source(200), *later) == (record, ROLLED_BACK)
+    assert judged(source(200, OLD, 150, 2_000), (100, ABSENT)) == (record, ROLLED_BACK)  # unverified without a record
+    assert judged(source(200), (100, DIFFERENT)) == (record, ROLLED_BACK)
+    assert judged(source(200), *healed) == (record, SAME)
+    assert judged(source(200, NEW), *later) == (record, SAME), "of another stream"
+    record = None
+    assert judged(source(200), (100, DIFFERENT), (70, DIFFERENT), (50, EQUAL))[0] == identity.IdentityRecord(OLD, 0, 70)
+
+
 # Options for the operator
 
 
@@ -102,7 +124,7 @@ def test_where_rows_agree_up_to_a_sequence_nothing_is_repeated_or_lost() -> None
     [(options, meaning)] = offered(found, ROLLED_BACK, 51)
     assert options == "--new-incarnation --from 51"
     assert first_difference_text(found, 51) == "; the first sequence that is not as archived is 51"
-    assert meaning.endswith("up to 50 it equals the archive, so nothing is repeated or lost")
+    assert meaning.endswith("nothing is repeated, and nothing lost but a message up to 50 that was never archived")
     # With this first sequence, another partition would repeat messages or leave them out.
     [(options, meaning)] = offered(found, ROLLED_BACK, 51, has_partitions=True)
     assert (options, meaning.startswith("archive the stream as it is now, from 51 on")) == ("--new-incarnation", True)
