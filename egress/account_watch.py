@@ -8,12 +8,14 @@ the next one. Its feed stops as any feed without a stream, unless a process rece
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import structs
 
+from common.clock import parse_time
 from common.documents import JsonCodec
 from common.errors import FloeError, Refused
 from common.logs import get_logger
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 DELETION_PREFIX = "$JS.EVENT.ADVISORY.STREAM.DELETED."  # the name of the stream follows
+_decode_advisory = msgspec.json.Decoder(dict).decode
 MAX_DELETED = 1000  # streams that are remembered, so that all processes end their feeds of many at once
 
 
@@ -89,6 +92,7 @@ class AccountWatch:
         self._client, self._clock, self._health, self._period, self._feeds = client, client.clock, health, period, feeds
         self._document, self._pending = matched_streams(state, settings.site), PendingError()
         self._known_ends: dict[str, int] = {}  # the last sequences of matched streams when they were found
+        self._announced: set[str] = set()  # matched streams whose deletion was known at the last listing
         self._subscription: RawSubscription | None = None
         self._subscribe_at = 0.0
         self._uncovered: list[str] = []
@@ -135,13 +139,20 @@ class AccountWatch:
             self._health.set_status(ACCOUNT_PART, {"uncovered": f"not known: {reason}"})
             self._health.set_ready(ACCOUNT_PART, not self._has_patterns, reason)
             return
+        self._forget_deletions({each.name for each in streams})
         plan = plan_account((each for each in streams if each.name not in matched), self._settings)
         self._known_ends |= {s.name: s.info.last_sequence for s in streams if s.info and s.name in plan.feeds}
-        deleted = dict[str, DeletedStream]()
-        if self._has_patterns:
-            deleted = await self._update_feeds(plan, {each.name for each in streams})
+        deleted = await self._update_feeds(plan, {each.name for each in streams}) if self._has_patterns else {}
         self._health.set_ready(ACCOUNT_PART, True)
         self._show(len(streams), plan.uncovered, deleted)
+
+    def _forget_deletions(self, listed: Container[str]) -> None:
+        """Forget the announced deletion of a stream that was made again since, by two listings: the next is another."""
+        reports = {name: each.report for name, each in self._feeds.matched().items()}
+        for name in self._announced & {name for name in reports if name in listed}:
+            reports[name].deleted_at_ns = 0
+            self._known_ends.pop(name, None)
+        self._announced = {name for name, each in reports.items() if each.deleted_at_ns}
 
     async def _update_feeds(self, plan: AccountPlan, listed: set[str]) -> dict[str, DeletedStream]:
         """Add the feeds of the plan, and of former streams that are gone; remove those of deleted streams. Return all
@@ -178,7 +189,8 @@ class AccountWatch:
 
     def _deleted(self, name: str, report: FeedReport) -> DeletedStream:
         first, end, last = report.bounds
-        last = self._known_ends.get(name) if last is None else last  # the stream that was found may be another one
+        if last is None and not end:
+            last = self._known_ends.get(name)  # of the stream that was found, of which nothing was archived
         last = None if last is None else max(last, end)
         return DeletedStream(self._clock.now(), end, last, unarchived(last, end, first))
 
@@ -195,10 +207,12 @@ class AccountWatch:
             context = {"right": subject, "code": error.code, "error": str(error)}
             log.info("account right missing", action="account_right_missing", **context)
 
-    def _on_deletion(self, subject: bytes, _reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
+    def _on_deletion(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         name = subject.decode("utf-8", "backslashreplace").removeprefix(DELETION_PREFIX)
-        if (feed := self._feeds.matched().get(name)) is not None:
-            feed.report.announce_deletion()
+        with suppress(msgspec.MsgspecError, ValueError):  # no advisory of a server
+            at_ns = parse_time(str(_decode_advisory(payload).get("timestamp")))
+            if (feed := self._feeds.matched().get(name)) is not None:
+                feed.report.announce_deletion(at_ns)
 
     def _show(self, streams: int, uncovered: Mapping[str, str], deleted: Mapping[str, DeletedStream]) -> None:
         found = [f"{name} ({reason})" if reason else name for name, reason in uncovered.items()]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from common.archive.segment import UNREAD_REASONS, Reason
 from common.archive.store import quarantine_command
 from common.archive.writer import SpooledSegment
 from common.chain import Chain
-from common.clock import NS_PER_S, Clock, SystemClock
+from common.clock import NS_PER_S, Clock, SystemClock, parse_time
 from common.errors import DataError, FloeError
 from common.exits import floe_command
 from common.logs import get_logger
@@ -118,7 +119,8 @@ class FeedReport:
         self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
         self._failed_at, self._end_before, self._is_waiting = 0.0, 0, False
         self._held: FloeError | None = None
-        self._is_deletion_announced = False
+        self._is_as_archived = True
+        self.deleted_at_ns = 0  # the time of the announcement; 0: none
         self._seconds_left: Callable[[], float] = lambda: math.inf
         self._open: Callable[[], OpenSegment | None] = lambda: None
         self._status["open_segment"] = self._open_segment  # called when the page is requested
@@ -235,12 +237,12 @@ class FeedReport:
             self._log("warning", "service not reached", action="chain_waiting", code=error.code, error=str(error))
         self.set_state("waiting", ready=False, reason=error.message, hint=error.hint, code=error.code)
 
-    def announce_deletion(self) -> None:
+    def announce_deletion(self, at_ns: int) -> None:
         """Record that the stream was deleted on purpose: without it, the chain is not stopped. An announcement for a
         stream that was gone before, or that a restore fills, is of another deletion, and is ignored.
         """
         if self._status.get("code") not in (SOURCE_GONE_CODE, RESTORING_CODE):
-            self._is_deletion_announced = True
+            self.deleted_at_ns = at_ns
 
     @property
     def is_deleted(self) -> bool:
@@ -249,8 +251,11 @@ class FeedReport:
 
     @property
     def bounds(self) -> tuple[int, int, int | None]:
-        """The first sequence of the chain, the last archived one (0: none), and the stream's last known one."""
-        return self._status.get("first") or 1, self._status.get("end") or 0, self._status.get("source_last")
+        """The first sequence of the chain, the last archived one (0: none), and the stream's last known one. None: not
+        known, or another history's than the archive's.
+        """
+        last = self._status.get("source_last") if self._is_as_archived else None
+        return self._status.get("first") or 1, self._status.get("end") or 0, last
 
     def remove(self) -> None:
         """Remove everything that was reported: the feed has left this process."""
@@ -259,7 +264,7 @@ class FeedReport:
 
     def set_stopped(self, error: FloeError) -> None:
         is_gone = error.code == SOURCE_GONE_CODE
-        if is_gone and self._is_deletion_announced:
+        if is_gone and self.deleted_at_ns:
             self._set(metrics.stopped, 0)
             self.set_state(DELETED, ready=True, reason="the stream was deleted")
             return
@@ -305,10 +310,13 @@ class FeedReport:
         self._set(metrics.drifted, verdict.has_drifted)
         self._status.update(verdict=verdict.kind.value, drifted=verdict.has_drifted)
         if evidence.source is not None:
-            self._is_deletion_announced = False
+            self.deleted_at_ns *= (evidence.source.server_time_ns or math.inf) < self.deleted_at_ns  # else made again
+            self._is_as_archived = verdict.is_same
             self._set(metrics.source_gone, 0)
             self.record_source(evidence.source.last, evidence.source.last_timestamp_ns)
         else:
+            with suppress(ValueError):
+                self.deleted_at_ns *= parse_time(evidence.created) < self.deleted_at_ns  # else another was deleted then
             self.record_end(evidence.end)
 
     def record_end(self, end: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 from common.nats.api import stream_info
 from egress import account_watch
 from egress.account import all_feeds
+from egress.report import FeedReport
 from egress.status import site_view
 from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import configuration, ran
@@ -128,6 +129,32 @@ async def test_the_feeds_of_many_deleted_streams_end_at_once_and_each_is_named_o
         assert account(running)["deleted_streams"] == 1
     named = [each.msg["feed"] for each in caplog.records if "stream_deleted" in str(each.msg)]  # type: ignore[index]
     assert sorted(named) == sorted(streams)
+
+
+@pytest.mark.simulated
+async def test_an_earlier_deletion_does_not_announce_a_later_loss(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """The stream was made again at once; the standby, which heard of the deletion, takes over before the loss."""
+    stream, entry = await bench.filled([b"x"] * 3), {"streams": "T*"}
+    async with bench.egress(entry) as one, bench.egress(entry) as two:
+        await bench.archived_to(stream, 3)
+        await bench.recreate(stream, [b"again"] * 2)
+        await bench.archived_to(stream, 2, 1)
+        monkeypatch.setattr(FeedReport, "announce_deletion", lambda *_: None)
+        holder, standby = (one, two) if two.state(stream) == "standby" else (two, one)
+        assert standby.state(stream) == "standby"
+        await holder.drain()
+        await bench.delete_stream(stream)
+        assert (await standby.stopped(stream))["code"] == "E-SOURCE-GONE"
+
+
+@pytest.mark.simulated
+async def test_of_another_history_nobody_knows_how_much_was_never_archived(bench: Bench) -> None:
+    stream = await bench.begun([b"x"] * 5)
+    async with bench.egress({"streams": "T*", "on_recreated": "halt"}) as running:
+        await bench.recreate(stream, [b"again"] * 3)
+        assert (await running.stopped(stream))["code"] == "E-RECREATED"
+        await bench.delete_stream(stream)
+        await soon(lambda: account(running)["deleted"] == [f"{stream}: an unknown number of sequences never archived"])
 
 
 @pytest.mark.simulated

@@ -62,7 +62,8 @@ def _of_stream(nats: SimNats, action: str, rest: list[str], asked: Document) -> 
             del nats.streams[name]
             for consumer in stream.consumers.values():
                 consumer.end_all(b"409 Consumer Deleted")
-            body = json.dumps({"stream": name, "action": "delete"}).encode()
+            at = timestamp(nats.world.time_ns())
+            body = json.dumps({"stream": name, "action": "delete", "timestamp": at}).encode()
             nats.publish(f"$JS.EVENT.ADVISORY.STREAM.DELETED.{name}".encode(), b"", None, body)
             return {"success": True}
         case "PURGE", [name]:
