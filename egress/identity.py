@@ -232,9 +232,10 @@ def remember(record: IdentityRecord | None, evidence: Evidence, verdict: SourceV
         return record
     missing = (source.last + 1,) if source.last < evidence.end else ()
     differing = (tip.sequence for tip in _tips(evidence, HeldMessage.DIFFERENT) if tip.sequence > equal)
-    if record is None or record.created != source.created:
-        record = IdentityRecord(source.created)
-    return record if record.set_back_at else replace_fields(record, set_back_at=min((*differing, *missing), default=0))
+    at, known = min((*differing, *missing), default=0), record
+    if known is None or known.created != source.created:
+        known = IdentityRecord(source.created)
+    return record if known.set_back_at or not at else replace_fields(known, set_back_at=at)
 
 
 def judge_with(evidence: Evidence, record: IdentityRecord | None) -> SourceVerdict:

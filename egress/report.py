@@ -310,13 +310,15 @@ class FeedReport:
         self._set(metrics.drifted, verdict.has_drifted)
         self._status.update(verdict=verdict.kind.value, drifted=verdict.has_drifted)
         if evidence.source is not None:
-            self.deleted_at_ns *= (evidence.source.server_time_ns or math.inf) < self.deleted_at_ns  # else made again
+            if (evidence.source.server_time_ns or math.inf) >= self.deleted_at_ns:
+                self.deleted_at_ns = 0  # it was made again
             self._is_as_archived = verdict.is_same
             self._set(metrics.source_gone, 0)
             self.record_source(evidence.source.last, evidence.source.last_timestamp_ns)
         else:
             with suppress(ValueError):
-                self.deleted_at_ns *= parse_time(evidence.created) < self.deleted_at_ns  # else another was deleted then
+                if parse_time(evidence.created) >= self.deleted_at_ns:
+                    self.deleted_at_ns = 0  # of an earlier stream
             self.record_end(evidence.end)
 
     def record_end(self, end: int) -> None:

@@ -21,15 +21,15 @@ MOST_FILES = 202
 # infra may have 3,500; 180 of these are with the tests, which have 44,680, tests/sim included.
 MOST_LINES = {
     "common": 14_755,
-    "egress": 9_675,
-    "ingress": 13_355,
+    "egress": 9_678,
+    "ingress": 13_354,
     "compaction": 3_540,
     "floe.py": 161,
     "pyspark_floe.py": 22,
     "infra": 3_184,
     "bench": 1_548,
 }
-MOST_TEST_LINES = 44_640
+MOST_TEST_LINES = 44_638
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines; a smaller file needs more than one importer
 # A comment or a string of Python before 3.12; `tokenize` finds the same, and needs twenty times as long for the tree.
