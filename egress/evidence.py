@@ -414,11 +414,14 @@ class IdentityCheck:
         """Return the state of the stream, None if there is none. Raises Unavailable while it is being restored."""
         return await ready_stream_info(self._deps.client, self._stream)
 
-    async def first_sequence(self, client: FloeClient | None = None) -> int:
-        """Return the first sequence of the stream. Raises Unavailable if there is no stream."""
+    async def source(self, client: FloeClient | None = None) -> SourceStream:
+        """Return the present state of the stream. Raises Unavailable if there is no stream."""
         if (info := await stream_info(client or self._deps.client, self._stream)) is None:
             raise Unavailable(f"stream {self._stream} does not exist any more")
-        return source_of(info).first
+        return source_of(info)
+
+    async def first_sequence(self, client: FloeClient | None = None) -> int:
+        return (await self.source(client)).first
 
     async def is_gone(self) -> bool:
         """True if there is nothing to read: no stream, or one that is being restored. One check; raises the errors of

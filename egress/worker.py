@@ -288,7 +288,8 @@ class Worker:
             is_ended = await self._read_from(position, context, lease, stop)
             if stop.is_set or self._unput is not None or not (is_ended or position.fills_hole):
                 return
-            source = replace(context.source, first=await self.identity.first_sequence())
+            source = replace(await self.identity.source(), created=context.source.created)  # as judged
+            context = replace(context, source=source)
             before, position = position, await run_until_stopped(stop, find(context.archive, source))
             if position is not None and not position.fills_hole:
                 return

@@ -53,6 +53,7 @@ async def scan(
     start: StartAt,
     *,
     until: int | None,
+    whole: bool = False,
     subject: str = "",
     headers_only: bool = False,
     limits: PullLimits | None = None,
@@ -60,18 +61,19 @@ async def scan(
 ) -> AsyncGenerator[Sequence[Message]]:
     """Yield the messages on `subject` (empty: all) in pieces, up to sequence `until` or for ever.
 
-    An empty piece means that no message arrived. `headers_only`: payloads are empty. `server`: the replica of the
-    stream to read from; empty: any. Raises Unavailable if the consumer or the connection is lost, ApiError if there is
-    no such stream or no permission. The caller must close the generator (`contextlib.aclosing`).
+    An empty piece means that no message arrived. `whole`: further, up to the last message that the consumer counted
+    when it was made. `headers_only`: payloads are empty. `server`: the replica of the stream to read from; empty: any.
+    Raises Unavailable if the consumer or the connection is lost, ApiError if there is no such stream or no permission.
+    The caller must close the generator (`contextlib.aclosing`).
     """
-    if until is not None and until < max(1, start.sequence):
+    if until is not None and until < max(1, start.sequence) and not whole:
         return
     reading = _PullReader(client, stream, limits or PullLimits(), server)
     try:
         await reading.open({**start.to_json(), **({"headers_only": True} if headers_only else {})}, subject)
-        while until is None or reading.passed_sequence < until:
+        while until is None or reading.passed_sequence < until or (whole and reading.is_behind):
             piece = await reading.next()
-            if until is not None and reading.passed_sequence > until:
+            if until is not None and reading.passed_sequence > until and not whole:
                 piece = [message for message in piece if message.sequence <= until]
             yield piece
     finally:
@@ -119,7 +121,7 @@ class _PullReader:
         self._messages = protocol.message_list(self._arrived.set, self._keep_status)
         self._error, self._next_number, self._pending = PendingError(self._arrived), 1, 0
         self._unanswered: int | None = 0  # pulls without responder; None once the consumer has answered
-        self._batch = limits.batch
+        self._batch, self._held = limits.batch, 0
         self._window = max(limits.window_bytes, client.max_payload + DELIVERY_OVERHEAD_BYTES)
         #: Every message up to this sequence was returned, or is not on the subject.
         self.passed_sequence = 0
@@ -139,6 +141,7 @@ class _PullReader:
         for _ in range(PLACEMENTS):
             consumer = await create_ephemeral_consumer(self._client, self._stream, config)
             if self._server in ("", consumer.leader):
+                self._held = consumer.pending
                 self._batch = min(self._batch, consumer.max_batch or self._batch)
                 self._pull()
                 return
@@ -146,6 +149,11 @@ class _PullReader:
             await delete_consumer(self._client, self._stream, self._name)
             self._name = config["name"] = f"floe-{secrets.token_hex(8)}"
         raise Unavailable(f"stream {self._stream}: no consumer was placed on {self._server} in {PLACEMENTS} tries")
+
+    @property
+    def is_behind(self) -> bool:
+        """True if not all messages have arrived that the consumer counted when it was made."""
+        return self._next_number <= self._held
 
     async def close(self) -> None:
         if hasattr(self, "_subscription"):

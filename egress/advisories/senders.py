@@ -172,9 +172,10 @@ async def find_stored_ids(
     for name in names:
         if (info := await stream_info(client, name)) is None:
             raise Unavailable(f"stream {name} no longer exists")
-        # The consumer may be on a replica that lags: it must pass the last sequence of the leader.
+        # The consumer may be on a replica that lags: it must pass the last sequence of the leader. And the answer may
+        # be of a former leader, and old: it must pass all that the consumer counted.
         last = info.last_sequence
-        pieces = scan(client, name, start, until=last, subject=subject, headers_only=True, limits=limits)
+        pieces = scan(client, name, start, until=last, whole=True, subject=subject, headers_only=True, limits=limits)
         async with aclosing(pieces):
             async for piece in pieces:
                 stored = (header_value(each.headers, MESSAGE_ID) for each in piece)

@@ -93,7 +93,9 @@ class Account:
         return missing
 
     def _check(self, name: str, found: dict[str, Any], end: int, seen: Set[int]) -> None:
-        unread = sum(each.number not in seen for each in self.taps[name].lost[-1])
+        # An empty stream that was deleted since need not have been seen.
+        lost = next((each for each in reversed(self.taps[name].lost) if each), [])
+        unread = sum(each.number not in seen for each in lost)
         last, left = found["last"] or 0, found["unarchived"] or 0
         # A former holder of the lease may put rows that it had received later.
         is_wrong = found["end"] > end or left != max(0, last - found["end"])
