@@ -225,6 +225,7 @@ class _PullReader:
         self._unanswered = None
         if isinstance(status, IdleHeartbeat) and status.consumer_sequence == self._next_number - 1:
             self.passed_sequence = max(self.passed_sequence, status.sequence)
+            self._held = 0  # nothing is left to come; messages that it counted may be gone since
         elif isinstance(status, PullEnd):
             if status.max_batch >= self._batch:
                 raise Unavailable(f"stream {self._stream}: the server refuses a pull of {self._batch} messages")

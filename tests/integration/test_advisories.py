@@ -5,6 +5,8 @@ import json
 import signal
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import pytest
 import yaml
 
 from common.errors import Unavailable
-from common.nats.api import create_consumer
+from common.nats.api import StreamInfo, create_consumer, stream_info
 from common.nats.client import FloeClient, connect, frame
 from common.nats.headers import build_block
-from common.nats.pull import PullLimits
+from common.nats.pull import PullLimits, StartAt, scan
 from common.settings.service import NatsSettings
 from egress.advisories.advisory import Advisory, AdvisoryDocument, AdvisoryEvent
 from egress.advisories.cli import format_advisory
@@ -172,6 +174,30 @@ async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces
     assert await find_stored_ids(client, f"nobody{world.prefix}.>", ids, 0, small) is None
     consumers = await client.api(f"CONSUMER.NAMES.{world.stream}")
     assert not consumers["consumers"]  # none is left behind
+
+
+async def test_an_old_answer_about_the_stream_hides_no_id_and_a_purge_meanwhile_ends_the_search(
+    client: FloeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, sent = World(client), news(6)
+    await world.make_stream()
+    await send(world, sent)
+    ids, info = {each.event_id for each in await world.stored()}, await stream_info(client, world.stream)
+    assert info is not None
+
+    async def of_a_former_leader(*_: object) -> StreamInfo:
+        return replace(info, last_sequence=2)
+
+    monkeypatch.setattr("egress.advisories.senders.stream_info", of_a_former_leader)
+    assert await find_stored_ids(client, f"{world.prefix}.*.>", ids, sent[0].event_time_ns) == ids
+
+    found, start = list[int](), StartAt(1)
+    pieces = scan(client, world.stream, start, until=0, whole=True, limits=PullLimits(batch=1))
+    async with aclosing(pieces):
+        async for piece in pieces:
+            found += [message.sequence for message in piece]
+            await client.api(f"STREAM.PURGE.{world.stream}")
+    assert 0 < len(found) < len(sent)
 
 
 async def test_a_work_queue_relies_on_the_window(client: FloeClient, caplog: pytest.LogCaptureFixture) -> None:
