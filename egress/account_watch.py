@@ -8,7 +8,7 @@ the next one. Its feed stops as any feed without a stream, unless a process rece
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -139,17 +139,18 @@ class AccountWatch:
             self._health.set_status(ACCOUNT_PART, {"uncovered": f"not known: {reason}"})
             self._health.set_ready(ACCOUNT_PART, not self._has_patterns, reason)
             return
-        self._forget_deletions({each.name for each in streams})
+        listed = {each.name for each in streams}
+        self._forget_deletions(listed)
         plan = plan_account((each for each in streams if each.name not in matched), self._settings)
         self._known_ends |= {s.name: s.info.last_sequence for s in streams if s.info and s.name in plan.feeds}
-        deleted = await self._update_feeds(plan, {each.name for each in streams}) if self._has_patterns else {}
+        deleted = await self._update_feeds(plan, listed) if self._has_patterns else {}
         self._health.set_ready(ACCOUNT_PART, True)
         self._show(len(streams), plan.uncovered, deleted)
 
-    def _forget_deletions(self, listed: Container[str]) -> None:
+    def _forget_deletions(self, listed: Set[str]) -> None:
         """Forget the announced deletion of a stream that was made again since, by two listings: the next is another."""
         reports = {name: each.report for name, each in self._feeds.matched().items()}
-        for name in self._announced & {name for name in reports if name in listed}:
+        for name in self._announced & listed & reports.keys():
             reports[name].deleted_at_ns = 0
             self._known_ends.pop(name, None)
         self._announced = {name for name, each in reports.items() if each.deleted_at_ns}

@@ -421,6 +421,7 @@ class IdentityCheck:
         return source_of(info)
 
     async def first_sequence(self, client: FloeClient | None = None) -> int:
+        """Return the first sequence of the stream. Raises Unavailable if there is no stream."""
         return (await self.source(client)).first
 
     async def is_gone(self) -> bool:
@@ -451,7 +452,7 @@ class IdentityCheck:
         if answer[1].is_same:
             return answer
         if any(witness.held is HeldMessage.DIFFERENT for witness in answer[0].tips):
-            self.record = remember(self.record, *answer)  # what is read can be old, but not another message
+            self.record = remember(self.record, *answer)  # an old answer has no other messages
         on_unconfirmed(reason := answer[1].reason)
         log.warning("verdict questioned", action="verdict_questioned", error=reason, **current.chain.log_context())
         return await confirm(

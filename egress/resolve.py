@@ -272,9 +272,8 @@ def check_same(case: Case) -> IdentityRecord:
     if evidence is None or verdict is None or evidence.source is None or not case.code or case.error:
         raise UsageError(f"{case.chain}: --same is not possible: {case.as_json()['why']}")
     if not can_be_same(evidence, verdict):
-        is_unknown = verdict.kind is VerdictKind.UNKNOWN
         other = f"the stream is {verdict.kind.value.replace('_', ' ')}"
-        reason = why_not_same(evidence, evidence.source) if is_unknown else other
+        reason = why_not_same(evidence, evidence.source) if verdict.kind is VerdictKind.UNKNOWN else other
         raise UsageError(f"{case.chain}: --same is not possible: {reason}", hint="--new-incarnation loses nothing")
     return IdentityRecord(evidence.source.created, evidence.end)
 

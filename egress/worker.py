@@ -245,10 +245,10 @@ class Worker:
 
     async def judge_stream(self, current: Incarnation, archive: Archive) -> tuple[Evidence, SourceVerdict]:
         document = identity_of(self._deps.state, current.chain)
-        self.identity.record, _ = stored = await document.get()
+        self.identity.record = stored = (await document.get())[0]
         received = None if self._unput is None else self._unput.received
         answer = await self.identity.judge_confirmed(current, archive, received, self._report.set_checking)
-        if (record := remember(self.identity.record, *answer)) is not None and record != stored[0]:
+        if (record := remember(self.identity.record, *answer)) is not None and record != stored:
             await document.put(record)
         return answer
 
