@@ -452,7 +452,7 @@ class IdentityCheck:
         if answer[1].is_same:
             return answer
         if any(witness.held is HeldMessage.DIFFERENT for witness in answer[0].tips):
-            self.record = remember(self.record, *answer)  # an old answer has no other messages
+            self.record = remember(self.record, *answer)  # a stale answer can lack messages, not alter one
         on_unconfirmed(reason := answer[1].reason)
         log.warning("verdict questioned", action="verdict_questioned", error=reason, **current.chain.log_context())
         return await confirm(
