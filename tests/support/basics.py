@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import boto3
 import pytest
 
-from common.errors import ConfigError, FloeError
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Unavailable
 from common.metrics import REGISTRY
 from common.nats.protocol import reply_layout
 from common.sequences import SequenceRange
@@ -59,15 +59,23 @@ def metric_value(name: str, labels: Mapping[str, str] | None = None) -> float | 
 
 
 async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE, every: float = 0.02) -> T:
-    """Run `eventually` on the event loop, less and less often; `check` may be a coroutine function."""
+    """Run `eventually` on the event loop, less and less often; `check` may be a coroutine function.
+
+    A question that is not answered is asked again: a busy machine may take longer to reconnect than the client waits.
+    """
     deadline = time.monotonic() + seconds
     while True:
-        answer = check()
-        if isawaitable(answer):
-            answer = await answer
-        if answer:
-            return answer
-        assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
+        last: object = None
+        try:
+            answer = check()
+            if isawaitable(answer):
+                answer = await answer
+            if answer:
+                return answer
+            last = answer
+        except (Unavailable, OutcomeUnknown) as error:
+            last = error
+        assert time.monotonic() < deadline, f"not within {seconds} s: last answer {last!r}"
         await asyncio.sleep(every)
         every = min(every * 1.3, max(every, MAX_POLL_S))
 
