@@ -43,17 +43,14 @@ class ParkedSource:
     def __init__(self, prefetcher: Prefetcher, parked: ParkedStore, threads: ThreadPool) -> None:
         self._prefetcher, self._parked, self._threads = prefetcher, parked, threads
         self.recall = prefetcher.recall
-        self._offered: dict[ParkedName, int] = {}
-
-    def is_offered(self, name: ParkedName) -> bool:
-        return name in self._offered
+        self.offered: dict[ParkedName, int] = {}
 
     @property
     def offered_bytes(self) -> int:
-        return sum(self._offered.values())
+        return sum(self.offered.values())
 
     def offer(self, block: Block) -> None:
-        self._offered[self._name(block.piece)] = block.size
+        self.offered[self._name(block.piece)] = block.size
         self._prefetcher.offer(block)
 
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
@@ -82,7 +79,7 @@ class ParkedSource:
                 remaining.append(block)
             else:
                 refused.append(block)
-                self._offered.pop(name, None)
+                self.offered.pop(name, None)
         self._prefetcher.release(Rows(refused))
         return Rows(remaining)
 
@@ -93,7 +90,7 @@ class ParkedSource:
         self._prefetcher.record_stored(positions)
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
-        self._offered.clear()
+        self.offered.clear()
         self._prefetcher.reset(positions)
 
     async def before_close(self, intent: Intent) -> None:
@@ -106,7 +103,7 @@ class ParkedSource:
             failpoint("ingress.before_delivered")
             await run_in_threads(self._threads, self._parked.mark_delivered, delivered)
         for name in delivered:
-            self._offered.pop(name, None)
+            self.offered.pop(name, None)
         # The listing that sets the exact value is rare.
         metrics.parked_waiting.labels(self._parked.target).inc(len(names) - len(delivered))
 
@@ -158,7 +155,7 @@ class Retries:
     async def check(self) -> None:
         """Retry the messages that are requested and not in flight. Raises as store, target and state bucket do."""
         await self._find_requests()
-        wanted = [entry for entry in self._open if not self._source.is_offered(entry.name)]
+        wanted = [entry for entry in self._open if entry.name not in self._source.offered]
         if wanted:
             paused = (await self._decisions.read()).paused
             wanted = [entry for entry in wanted if entry.name.chain not in paused]

@@ -375,8 +375,7 @@ class TargetReport:
             log.error("target stopped", action="target_stopped", target=self.target, error=str(error), code=error.code)
 
     def _begin_trouble(self, error: FloeError) -> None:
-        if not self._trouble:
-            self._troubled_at = self._clock.monotonic()
+        self._troubled_at = self._troubled_at if self._trouble else self._clock.monotonic()
         self._trouble = error.message
 
     def _end_trouble(self) -> None:

@@ -76,9 +76,8 @@ class Heartbeats:
 
     def archived_ends(self) -> Iterator[tuple[Chain, int]]:
         """Yield the chains of which egress knows the archive, each with the end of its coverage."""
-        for stored in self._heartbeats.values():
-            if stored.heartbeat.end:
-                yield stored.heartbeat.chain, stored.heartbeat.end
+        found = (stored.heartbeat for stored in self._heartbeats.values())
+        return ((each.chain, each.end) for each in found if each.end)
 
     async def read(self, pairs: Collection[tuple[str, str]]) -> None:
         """List once, and read the changed objects of the sites of `pairs`. Raises as the store does."""

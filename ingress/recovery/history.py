@@ -110,6 +110,10 @@ class ArchivedHistory:
         """
         request, call = self._request, self._threads.run
         history = await call(self._history)
+        if (former := await call(self._former, history)) is not None:
+            self._progress.print(f"note: incarnation {former:04d} was the stream then")
+            request = self._request = replace(request, incarnation=former)
+            history = await call(self._history)
         known = await call(self._known_ends, history)  # before segments are listed, or growth would look like loss
         if (to_sequence := request.to_sequence) is None and request.to_time_ns is not None:
             to_sequence = await call(self._last_before, history, request.to_time_ns)
@@ -165,10 +169,6 @@ class ArchivedHistory:
                 return f"{chain} was archived up to {before}, and now up to {end}"
         return ""
 
-    @property
-    def _now_ns(self) -> int:
-        return int(self._clock.now() * NS_PER_S)
-
     def _listed_ends(self, history: Mapping[Chain, int]) -> dict[Chain, int]:
         """Return the last sequence in the segments of each chain that has segments, as far as it counts."""
         found = {chain: ChainArchive.listed(self._store, chain).end for chain in history}
@@ -197,29 +197,35 @@ class ArchivedHistory:
         """Return the last sequence before a time; None if all rows are earlier. Raises UsageError if no row is."""
         rows = ((search(self._store, chain, moment_ns)[0], end) for chain, end in history.items())
         found = [first for first, end in rows if first is not None and first <= end]
-        begins = {chain: self._first_sequence(history, chain.incarnation) for chain in history}
-        times = [self._first_time(chain, begin) for chain, begin in begins.items()]
-        first_ns = min((each for each in times if each is not None), default=moment_ns - 1)
-        if moment_ns <= first_ns:
+        first_ns = self._first_ns(history)
+        if first_ns is not None and moment_ns <= first_ns:
             raise UsageError(
                 f"{self._request.site}/{self._request.feed}: expected a point in time after the first message, of "
-                f"{format_time(first_ns)}, found {format_time(moment_ns)}",
-                hint=self._former_hint(min(history), moment_ns),
+                f"{format_time(first_ns)}, found {format_time(moment_ns)}"
             )
         return min(found) - 1 if found else None
 
-    def _former_hint(self, oldest: Chain, moment_ns: int) -> str:
-        """Return the command for the last incarnation before `oldest` with a message before a time; empty: none."""
-        for chain in reversed(self._documents.chains(oldest.site, oldest.feed)):
-            first_ns = self._first_time(chain, first_sequence(self._documents, chain)) if chain < oldest else None
-            if first_ns is not None and first_ns < moment_ns:
-                command = repeat_command(replace(self._request, incarnation=chain.incarnation))
-                return choices((f"incarnation {chain.incarnation:04d} was the stream then; to restore it", command))
-        return ""
+    def _former(self, history: Mapping[Chain, int]) -> int | None:
+        """Return the last incarnation before `history` with a message before the requested time, if the stream of
+        `history` did not exist yet and no incarnation was named; else None. Blocking.
+        """
+        oldest, moment_ns = min(history), self._request.to_time_ns
+        if moment_ns is None or self._request.incarnation is not None:
+            return None
+        begins = [self._first_ns(history), *map(parse_time, self._creation_times(oldest.with_partition(0)))]
+        if min((each for each in begins if each is not None), default=0) < moment_ns:
+            return None
+        former = [chain for chain in self._documents.chains(oldest.site, oldest.feed) if chain < oldest]
+        times = ((c.incarnation, self._first_time(c, first_sequence(self._documents, c))) for c in reversed(former))
+        return next((number for number, begin in times if begin is not None and begin < moment_ns), None)
+
+    def _first_ns(self, history: Mapping[Chain, int]) -> int | None:
+        """Return the time of the first archived message; None without one. Blocking."""
+        times = [self._first_time(each, self._first_sequence(history, each.incarnation)) for each in history]
+        return min((each for each in times if each is not None), default=None)
 
     def _first_time(self, chain: Chain, begin: int) -> int | None:
-        store = self._store
-        return with_current_listing(store, chain, lambda refs: SegmentTimes(store, refs, begin).extent()[0])
+        return with_current_listing(self._store, chain, lambda refs: SegmentTimes(self._store, refs, begin).extent()[0])
 
     def _first_sequence(self, history: Iterable[Chain], number: int) -> int:
         documents = (self._documents.read_chain(chain) for chain in history if chain.incarnation == number)
@@ -274,7 +280,7 @@ class ArchivedHistory:
             notes.append("a work queue is read by its workers only: its state is compared, and no message is read back")
         filters = {c.chain: d.filters for c in chains if (d := self._documents.read_chain(c.chain)) is not None}
         subjects = [str(subject) for subject in config.get("subjects") or []]
-        now_ns = self._now_ns
+        now_ns = int(self._clock.now() * NS_PER_S)
         lost = (*lost_end_lines(known, ends), *unarchived_line(rows, end, last_seen))
         plan = RestorePlan(
             request,
@@ -442,7 +448,8 @@ class ArchivedHistory:
         """Return the configuration of the stream at the point in time, and its creation time."""
         if (captured := self._captures.config(newest, upto, moment_ns)) is not None:
             if upto is not None:
-                notes.append(f"the configuration was captured {capture_age(captured, self._now_ns, moment_ns)}")
+                age = capture_age(captured, int(self._clock.now() * NS_PER_S), moment_ns)
+                notes.append(f"the configuration was captured {age}")
             return dict(captured.config), captured.created
         if (document := self._documents.read_stream(newest)) is None:
             raise DataError(

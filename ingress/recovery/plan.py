@@ -42,7 +42,8 @@ from ingress.recovery.stream_archive import ArchiveState
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequest:
-    """One restore. `incarnation`: None for the newest. `name`: of the restored stream, empty for its former name.
+    """One restore. `incarnation`: None for the newest, or for the one that was the stream at `to_time_ns`. `name`: of
+    the restored stream, empty for its former name.
 
     `to_sequence`, `to_time_ns` (exclusive): the point in time, None for the whole archive. `replicas`: None for the
     former number. `verify`: `full`, `sample` or `state`. `promote`: False for a drill: the stream keeps its guard, and

@@ -1,7 +1,6 @@
 """`floe restore SITE --all`, `floe drill SITE --all`: all streams of a site, sources first; the others are named."""
 
 import asyncio
-import shlex
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,25 +131,35 @@ async def test_what_is_not_one_site_is_refused_and_a_stream_without_a_message_co
     assert "expected SITE/FEED, or SITE with --all" in (await ran("drill", "-c", config, SITE, code=2)).err
 
 
-async def test_the_incarnation_that_a_point_in_time_is_of_is_named(bench: Bench) -> None:
-    stream, whole = await bench.filled([b"before"] * 3), await bench.filled([b"x"])
-    async with bench.egress({"stream": stream}, {"stream": whole}):
-        await bench.archived_to(stream, 3)
-        await bench.archived_to(whole, 1)
+async def test_at_a_point_in_time_the_incarnation_that_was_the_stream_then_comes_back(bench: Bench) -> None:
+    stream, emptied, whole = [await bench.filled(each) for each in ([b"before"] * 3, [b"x"] * 2, [b"y"])]
+    async with bench.egress(*({"stream": each} for each in (stream, emptied, whole))):
+        for each, end in ((stream, 3), (emptied, 2), (whole, 1)):
+            await bench.archived_to(each, end)
         await asyncio.sleep(1.1)
         moment = format_time(time.time_ns() // NS_PER_S * NS_PER_S)
         await bench.recreate(stream, [b"after"])
+        await bench.recreate(emptied, [])
         await soon(lambda: bench.store.table(bench.chain(stream).next_incarnation()).end == 1)
-    for each in (stream, whole):
+        await soon(lambda: bench.chains.read_chain(bench.chain(emptied).next_incarnation()) is not None)
+    for each in (stream, emptied, whole):
         await bench.delete_stream(each)
     config = str(configuration(bench, {"stream": stream}))
-    done = await ran("restore", "-c", config, SITE, "--all", "--until", moment, code=3)
-    text = f"skipped   {stream}  (feed {stream}): {SITE}/{stream}: expected a point in time after the first message"
-    named = "  incarnation 0000 was the stream then; to restore it:\n  floe restore "
-    assert (text in done.out, named in done.out, f"restored  {whole}" in done.out) == (True, True, True)
-    [command] = [line for line in done.out.splitlines() if f"{stream}/0000 --until {moment}" in line]
-    await ran(*shlex.split(command)[1:])
+    early = ("--until", "2020-01-01T00:00:00Z")
+    one = await ran("restore", "-c", config, f"{SITE}/{stream}", *early, code=2)
+    assert f"{SITE}/{stream}: expected a point in time after the first message, of 20" in one.err
+    one = await ran("restore", "-c", config, f"{SITE}/{stream}/1", "--until", moment, code=2)
+    assert f"{SITE}/{stream}: expected a point in time after the first message, of 20" in one.err
+    one = await ran("restore", "-c", config, f"{SITE}/{stream}", "--until", moment, "--dry-run")
+    assert "note: incarnation 0000 was the stream then" in one.err
+    assert "3 messages" in one.out
+    words = ("restore", "-c", config, SITE, "--all", "--until", moment)
+    done = await ran(*words)
+    assert f"{stream}: note: incarnation 0000 was the stream then" in done.err
+    assert [f"restored  {each}" in done.out for each in (stream, emptied, whole)] == [True] * 3
     assert [message.payload for message in await back.contents(bench, stream)] == [b"before"] * 3
+    assert [message.payload for message in await back.contents(bench, emptied)] == [b"x"] * 2
+    assert f"site {SITE}: 3 there" in (await ran(*words)).out
 
 
 async def test_streams_that_source_from_each_other_come_back_with_each_message_once(

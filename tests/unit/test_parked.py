@@ -209,9 +209,9 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(par
 
     # A message that a reset drops may be offered again.
     source.offer(again(5))
-    assert source.is_offered(parked.name(CHAIN, 5))
+    assert parked.name(CHAIN, 5) in source.offered
     source.reset({})
-    assert not source.is_offered(parked.name(CHAIN, 5))
+    assert parked.name(CHAIN, 5) not in source.offered
     assert await source.take(Stop(), 1.0) is None
 
 
