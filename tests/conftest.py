@@ -20,10 +20,9 @@ from hypothesis import HealthCheck, settings
 from common import exits, logs
 from common.errors import FloeError
 from infra.local.nats import NatsCluster, NatsServer
-from infra.local.s3 import SeaweedFS
 from tests.sim import virtual
 from tests.support import canaries, kinds
-from tests.support.basics import SharedS3, problems_of, s3_server, servers_line
+from tests.support.basics import SharedS3, problems_of, servers_line, shared_s3_server
 
 if TYPE_CHECKING:
     from common.nats.client import FloeClient
@@ -66,8 +65,7 @@ _SOURCES = tuple(f"test_{name}.py" for name in ("docs", "english", "hints", "hou
 _parsed = cache(partial(JSONFileLoader.load_file, JSONFileLoader()))
 JSONFileLoader.load_file = lambda _, path: _parsed(path)  # type: ignore[method-assign]
 # And each session searches its folders again for the services that exist.
-_list_services = Loader.list_available_services
-_services = cache(lambda kind: _list_services(Loader(), kind))
+_services = cache(partial(Loader.list_available_services, Loader()))
 Loader.list_available_services = lambda _, type_name: _services(type_name)  # type: ignore[method-assign]
 
 # No test stops the machine, so what it holds unwritten is never lost; thousands of small files are written.
@@ -198,11 +196,11 @@ def nats_url(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[SharedS3]:
-    with s3_server() as server:
+def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedS3]:
+    own = tmp_path_factory.getbasetemp()
+    with shared_s3_server(own if is_controller(request.config) else own.parent) as server:
         canaries.note(server.secret_key)
-        if isinstance(server, SeaweedFS):
-            canaries.note(server.reader_secret_key)
+        canaries.note(getattr(server, "reader_secret_key", server.secret_key))
         yield SharedS3(server)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import pickle
 import platform
 import random
 import secrets
@@ -12,10 +14,11 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from inspect import isawaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import boto3
 import pytest
@@ -65,17 +68,13 @@ async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE,
     """
     deadline = time.monotonic() + seconds
     while True:
-        last: object = None
-        try:
+        answer: Any = None
+        with suppress(Unavailable, OutcomeUnknown):
             answer = check()
-            if isawaitable(answer):
-                answer = await answer
-            if answer:
-                return answer
-            last = answer
-        except (Unavailable, OutcomeUnknown) as error:
-            last = error
-        assert time.monotonic() < deadline, f"not within {seconds} s: last answer {last!r}"
+            answer = await answer if isawaitable(answer) else answer
+        if answer:
+            return cast(T, answer)
+        assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
         await asyncio.sleep(every)
         every = min(every * 1.3, max(every, MAX_POLL_S))
 
@@ -88,9 +87,7 @@ async def answered(ask: Callable[[], Awaitable[T]], *errors: type[BaseException]
             return (await ask(),)
         return None
 
-    found = await soon(attempt)
-    assert found is not None
-    return found[0]
+    return cast(tuple[T], await soon(attempt))[0]
 
 
 def has_stopped(pid: int) -> bool:
@@ -148,9 +145,28 @@ def s3_name() -> str:
     return chosen
 
 
-def s3_server() -> LocalS3:
-    """Return the S3 server that `FLOE_TEST_S3` names, not yet started."""
-    return _S3_SERVERS[s3_name()]()
+@contextmanager
+def shared_s3_server(folder: Path) -> Iterator[LocalS3]:
+    """Yield the S3 server that `FLOE_TEST_S3` names, one for all processes with this folder. The first one starts it,
+    and stops it when the others have ended.
+    """
+    known = folder / "s3"
+    with (folder / "s3.users").open("w") as users, (folder / "s3.start").open("w") as start:
+        fcntl.flock(users, fcntl.LOCK_SH)
+        fcntl.flock(start, fcntl.LOCK_EX)
+        if is_known := known.exists():
+            server: LocalS3 = pickle.loads(known.read_bytes())
+        else:
+            server = _S3_SERVERS[s3_name()]()
+            server.start()
+            elsewhere = copy(server)
+            elsewhere._process = None
+            known.write_bytes(pickle.dumps(elsewhere))
+        fcntl.flock(start, fcntl.LOCK_UN)
+        yield server
+        if not is_known:
+            fcntl.flock(users, fcntl.LOCK_EX)
+            server.stop()
 
 
 def servers_line() -> str:
@@ -167,10 +183,9 @@ def servers_line() -> str:
 
 def _version(find: Callable[[], Path | str | None], option: str) -> str:
     """Return the version that a program prints; `none` if the program is not installed."""
-    try:
+    program = None
+    with suppress(FileNotFoundError, ConfigError):
         program = find()
-    except (FileNotFoundError, ConfigError):
-        program = None
     if program is None:
         return "none"
     done = subprocess.run([str(program), option], capture_output=True, text=True, check=False)
