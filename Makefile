@@ -57,7 +57,7 @@ test: java $(INSTALLED)  ## every test, with real servers on loopback (some 10 m
 	@# Once in a fresh clone, or each process rewrites the assertions of all tests. The run itself says what is wrong.
 	@compgen -G 'tests/unit/__pycache__/*pytest*' > /dev/null || { for part in tests/unit tests/integration; do \
 	  $(BIN)/python -m pytest --collect-only -qq $$part > /dev/null 2>&1 & done; wait; }
-	@$(BIN)/python -m pytest -m "not soak" -n 12 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "not soak" -n 6 --dist loadfile --no-loadscope-reorder
 
 test-servers: java $(INSTALLED)  ## the tests that depend on the server, on the newest patch of each supported minor version, built by go
 	@bash infra/test_servers.sh $(BIN)
