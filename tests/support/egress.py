@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -188,16 +188,19 @@ class Bench:
     async def publish(
         self, stream: str, payloads: Iterable[bytes], *, subject: str = "a", headers: bytes | None = None
     ) -> None:
-        """Publish and wait until all are stored."""
-        before = await self.last(stream)
-        count = 0
-        for payload in payloads:
-            self.client.send(frame(f"{stream}.{subject}".encode(), payload, headers))
-            count += 1
-            if count % 4000 == 0:
-                # The server drops messages that it cannot queue.
-                await soon(lambda: self.reaches(stream, before + count))  # noqa: B023
-        await soon(lambda: self.reaches(stream, before + count))
+        """Publish and wait until all are stored. A cluster that changes its leader drops messages in flight: as many
+        are sent again.
+        """
+        before, sent, stored = await self.last(stream), [*payloads], 0
+        for _ in range(len(sent) // 4000 + 4):
+            chunk = sent[stored : stored + 4000]  # a server drops messages that it cannot queue
+            for payload in chunk:
+                self.client.send(frame(f"{stream}.{subject}".encode(), payload, headers))
+            with suppress(AssertionError):
+                await soon(lambda: self.reaches(stream, before + stored + len(chunk)), PATIENCE / 4)  # noqa: B023
+            if (stored := await self.last(stream) - before) >= len(sent):
+                return
+        raise AssertionError(f"{stream}: expected {len(sent)} messages more, found {stored}")
 
     async def reaches(self, stream: str, last: int) -> bool:
         return await self.last(stream) >= last
