@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import config_command, json_option, print_json, run_async, run_command
-from common.errors import ConfigError, FloeError, UsageError
+from common.cli import config_command, json_option, print_json, run_command
+from common.errors import ConfigError, UsageError
 from common.settings.types import format_count
 
 if TYPE_CHECKING:
@@ -26,51 +26,32 @@ def config() -> None:
 
 
 @config.command()
-@click.option("--connect", is_flag=True, help="Also connect to NATS and the store.")
 @click.pass_obj
 @config_command
-def check(parts: RoleFunctions, config: str, connect: bool, as_json: bool) -> int:
-    """Check all documents of a configuration; connects to neither NATS nor the store, unless with --connect.
+def check(parts: RoleFunctions, config: str, as_json: bool) -> int:
+    """Check all documents of a configuration; connects to neither NATS nor the store, as `floe doctor` does.
 
     Exit 78 if there is a problem; each one is a line `file:line:column: key: text`. If egress and ingress of a
     document would feed each other, this command warns, and every command that runs the document refuses it.
-    It also warns of secrets that others may read, and of connections without encryption or verification. With
-    --connect, one line for each connection shows if it works; the exit code is that of the first that fails: 75, 77
-    or 78. `floe doctor` examines more.
+    It also warns of secrets that others may read, and of connections without encryption or verification.
 
     \b
     Example: floe config check -c /etc/floe/site.yaml
-             floe config check -c /etc/floe/site.yaml --connect
     """
     documents, errors, loops = _check(config, parts)
     warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
-    tried = _try_connections(documents) if connect and not errors else []
-    failures = [error for _, error in tried if error is not None]
     if as_json:
         found: dict[str, object] = {
             "file": config,
-            "ok": not errors and not failures,
+            "ok": not errors,
             "documents": [_summary(document) for document in documents],
             "problems": [problem for error in errors for problem in _problem_rows(error)],
             "warnings": warnings,
         }
-        if connect:
-            shown = [{"name": name, "ok": not error, "error": error and error.as_text()} for name, error in tried]
-            found |= {"connections": shown}
         print_json(found)
     else:
         _print_checked(config, documents, errors, warnings)
-        for name, error in tried:
-            click.echo(f"{name}: ok") if error is None else click.echo(f"{name}: {error.as_text()}", err=True)
-    return ConfigError.exit_code if errors else failures[0].exit_code if failures else 0
-
-
-def _try_connections(documents: list[ConfigDocument]) -> list[tuple[str, FloeError | None]]:
-    from common import logs
-    from common.doctor import try_connections
-
-    logs.configure("critical")  # the lines below already show the errors that the connections log
-    return [each for document in documents for each in run_async(try_connections(document.settings))]
+    return ConfigError.exit_code if errors else 0
 
 
 def _check(file: str, parts: RoleFunctions) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:

@@ -14,7 +14,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -151,23 +151,7 @@ def roles_of(settings: Settings) -> tuple[str, ...]:
     return tuple(found) or ("compaction",)
 
 
-# Connections, for `floe config check --connect`
-
-
-async def try_connections(settings: Settings) -> list[tuple[str, FloeError | None]]:
-    """Connect to NATS as each role with a service, and to the store; return names, and errors, None if it works."""
-    found = {role: settings.nats_for("egress" if role == "egress" else "ingress") for role in roles_of(settings)}
-    found.pop("compaction", None)
-    tried = [_error_of(f"nats ({role}) {of.context or ', '.join(of.url)}", _connect(of)) for role, of in found.items()]
-    return await asyncio.gather(*tried, _error_of(f"store {settings.store.url}", _list_store(settings)))
-
-
-async def _error_of(name: str, work: Coroutine[Any, Any, None]) -> tuple[str, FloeError | None]:
-    try:
-        await work
-    except FloeError as error:
-        return name, error
-    return name, None
+# Connections
 
 
 async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
@@ -248,22 +232,6 @@ def _unresolved_error(key: str, addresses: Sequence[str], seconds: float) -> Una
     names = ", ".join(str(urlsplit(address).hostname) for address in addresses)
     hint = f"check this host's resolver (/etc/resolv.conf), or set {key} to an IP address"
     return Unavailable(f"{names}: not resolved: no answer from the resolver within {seconds:g} s", hint=hint)
-
-
-async def _connect(nats: NatsSettings) -> None:
-    from common.nats.client import connect
-
-    async with aclosing(await connect(await resolve_servers(nats), name="floe config check")) as client:
-        await jetstream_account(client)
-
-
-async def _list_store(settings: Settings) -> None:
-    with closing(ThreadPool("connect", 1)) as threads:
-        await run_if_resolved(settings.store, threads.run(_list_first_key, settings))
-
-
-def _list_first_key(settings: Settings) -> None:
-    _open_objects(settings).list(_listed_prefixes(settings, roles_of(settings))[0], limit=1)
 
 
 def _open_objects(settings: Settings) -> ObjectStore:

@@ -20,7 +20,7 @@ MOST_FILES = 202
 # Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,745 with 40 of `bench`, 15 files.
 # infra may have 3,500; 180 of these are with the tests, tests/sim included.
 MOST_LINES = {
-    "common": 14_761,
+    "common": 14_748,
     "egress": 9_681,
     "ingress": 13_354,
     "compaction": 3_540,
