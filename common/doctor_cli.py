@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,11 +37,12 @@ from common.logs import escape
 from common.nats.protocol import NO_RESPONDERS_CODE, ApiError
 from common.open import load_settings, open_for_view
 from common.service.process import ThreadPool
-from common.settings.types import StyledCell
+from common.settings.types import StyledCell, format_count
 
 if TYPE_CHECKING:
     from common.nats.api import StreamInfo
     from common.nats.client import FloeClient
+    from common.settings.egress import FeedSettings
     from common.settings.root import Role, Settings
     from common.settings.service import ServiceSettings
 
@@ -56,9 +58,11 @@ COLOURS = {
 }
 OLDEST_TESTED_SERVER = (2, 10)  # the oldest nats-server with which every test of Floe runs
 IMPOSSIBLE_REVISION = 2**62  # a revision that no key has
+CONSUMER_CALLS = ("CREATE", "INFO", "MSG.NEXT", "DELETE")
 ACKS_OF_2_16 = (2, 16)  # its acknowledgement subjects have the domain and the account before the stream
 NEARLY_FULL_RATIO = 0.9  # of a limit of the account
 PROBE_THREADS = 3  # store, disk, Spark
+MAX_MATCHED = 20  # streams of patterns that are examined
 
 
 @click.command()
@@ -158,7 +162,8 @@ async def _server_findings(
     else:
         yield _limits(account)
         yield _domain(account, section.nats.jetstream_domain)
-    yield await _rights(client, settings, role)
+    matched = await _matched(client, settings) if role == "egress" else []
+    yield await _rights(client, settings, role, matched)
     sizes = _stream_size_limits({} if isinstance(account, DoctorFinding) else account)
     yield await _buckets(client, section, sizes)
     if role == "egress":
@@ -166,6 +171,12 @@ async def _server_findings(
         for stream in sorted({feed.stream for feed in settings.egress.feeds}):
             async for each in _stream_findings(client, stream):
                 yield each
+        if matched:
+            names = ", ".join(feed.stream for feed in matched)
+            yield ok("nats", "stream", f"{format_count(len(matched), 'stream')} of patterns: {names}")
+        for feed in matched:
+            if feed.retention != ("limits",):
+                yield await _acknowledgements(client, feed.stream)
         return
     examine_target = probes["target"]()
     for target in settings.ingress.targets:
@@ -228,7 +239,26 @@ def _domain(account: Mapping[str, Any], expected: str) -> DoctorFinding:
     )
 
 
-async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorFinding:
+async def _matched(client: FloeClient, settings: Settings) -> list[FeedSettings]:
+    """Return the feeds of the first MAX_MATCHED streams that patterns match; none if the streams cannot be listed.
+
+    The names decide: egress leaves some of them out, such as copies.
+    """
+    from common.nats.api import stream_names
+
+    if not settings.egress.patterns:
+        return []
+    client.allow_refusal(client.api_subject("STREAM.NAMES"))
+    buckets = {f"KV_{bucket}" for bucket in (settings.egress.state_bucket, settings.egress.lease_bucket)}
+    try:
+        names = [name for name in await stream_names(client) if name not in buckets]
+    except FloeError:  # refused, or without an answer: the next check finds it out
+        return []
+    found = (feed for name in names for feed in settings.egress.feeds_of(name) if feed.streams)
+    return [*islice(found, MAX_MATCHED)]
+
+
+async def _rights(client: FloeClient, settings: Settings, role: Role, matched: Sequence[FeedSettings]) -> DoctorFinding:
     """Send the requests of the role in a way that changes nothing: requests without a body, which a server rejects only
     after it has authorized them, and a write on a condition that cannot hold.
     """
@@ -236,25 +266,22 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
 
     section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
     buckets = (section.state_bucket, section.lease_bucket)
-    streams = {feed.stream for feed in settings.egress.feeds} if role == "egress" else set[str]()
-    targets = {target.stream for target in settings.ingress.targets} if role == "ingress" else set[str]()
-    made = {target.stream for target in settings.ingress.targets if target.create} & targets
-    calls = [f"STREAM.{call}.{name}" for name in sorted(streams | targets) for call in ("INFO", "MSG.GET")]
-    calls += [
-        f"CONSUMER.{call}.{name}.floe-doctor"
-        for name in sorted(streams)
-        for call in ("CREATE", "INFO", "MSG.NEXT", "DELETE")
-    ]
-    captured = {feed.stream for feed in settings.egress.feeds if feed.capture_consumers_s} & streams
-    lists = [f"CONSUMER.LIST.{name}" for name in sorted(captured)]
+    feeds = [*settings.egress.feeds, *matched] if role == "egress" else []
+    targets = settings.ingress.targets if role == "ingress" else ()
+    sources = sorted({feed.stream for feed in feeds})
+    streams = sources or sorted({target.stream for target in targets})
+    calls = [f"STREAM.{call}.{name}" for name in streams for call in ("INFO", "MSG.GET")]
+    calls += [f"CONSUMER.{call}.{name}.floe-doctor" for name in sources for call in CONSUMER_CALLS]
+    lists = sorted({f"CONSUMER.LIST.{feed.stream}" for feed in feeds if feed.capture_consumers_s})
     calls += lists
     calls += [f"STREAM.{call}.KV_{bucket}" for bucket in buckets for call in ("INFO", "MSG.GET", "CREATE")]
-    calls += [f"STREAM.CREATE.{name}" for name in sorted(made)]
+    calls += [f"STREAM.CREATE.{target.stream}" for target in targets if target.create]
+    calls += ["STREAM.NAMES"] if role == "egress" and settings.egress.patterns else []
     refused: list[str] = []
     for call in calls:
         client.allow_refusal(client.api_subject(call))
         try:
-            await client.api(call, None if call.split(".")[1] == "INFO" else {})
+            await client.api(call, None if call.split(".")[1] in ("INFO", "NAMES") else {})
         except Refused:
             refused.append(client.api_subject(call))
         except ApiError:  # the request was authorized
@@ -278,7 +305,7 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
     meaning = f"{role} needs them, and stops with E-NATS-PERMISSION"
     if is_warning:
         meaning = "consumers are not captured, so a restore of the stream does not restore them; everything else works"
-    first = sorted(streams | targets)[:1]
+    first = streams[:1]
     names = [f"{'stream' if role == 'egress' else 'target'}={name}" for name in first]
     names += [f"state_bucket={section.state_bucket}", f"lease_bucket={section.lease_bucket}"]
     names += [f"domain={section.nats.jetstream_domain}"] if section.nats.jetstream_domain else []

@@ -261,11 +261,13 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
     rights = (RIGHTS / "nats-egress.conf").read_text()
     with NatsServer() as server:
         users = ["{user: all, password: p}"]
-        cuts = ("few", "CONSUMER.CREATE"), ("listless", "CONSUMER.LIST"), ("before", "ACK.*.*"), ("mute", "JS.ACK")
-        for name, left_out in (("egress", "-"), *cuts):
+        cuts = ("egress", "-"), ("few", "CONSUMER.CREATE"), ("listless", "CONSUMER.LIST"), ("blind", "NAMES")
+        for name, left_out in (*cuts, ("before", "ACK.*.*"), ("mute", "JS.ACK")):
             lines = [line for line in rights.splitlines() if left_out == "-" or left_out not in line]
             (server.folder / f"{name}.conf").write_text("\n".join(lines))
             users.append(f"{{user: {name}, password: p\ninclude {name}.conf\n}}")
+        (server.folder / "account.conf").write_text((RIGHTS / "nats-egress-account.conf").read_text())
+        users.append("{user: account, password: p\ninclude account.conf\n}")
         server.extra = "authorization { users: [\n" + "\n".join(users) + "\n] }"
         server.restart()
         document = egress()
@@ -301,6 +303,12 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
             assert (shown["state"], shown["found"]) == (state, refused)
         durability = found["nats durability"]
         assert (durability["state"], durability["found"]) == ("warning", "NODES: persist_mode async")
+        document["egress"]["feeds"] = [{"streams": "*", "retention": ["limits", "workqueue"]}]
+        found = await examined(write(tmp_path, store, user | {"user": "blind"}, **document), code=3)
+        assert found["nats rights"]["found"] == "refused: $JS.API.STREAM.NAMES"
+        found = await examined(write(tmp_path, store, user | {"user": "account"}, **document), code=0)
+        assert (found["nats rights"]["state"], found["nats acknowledgements"]["state"]) == ("ok", "ok")
+        assert found["nats stream"]["found"] == "1 stream of patterns: NODES"
 
 
 # Features of the servers
