@@ -212,8 +212,8 @@ class ArchivedHistory:
         oldest, moment_ns = min(history), self._request.to_time_ns
         if moment_ns is None or self._request.incarnation is not None:
             return None
-        begins = [self._first_ns(history), *map(parse_time, self._creation_times(oldest.with_partition(0)))]
-        if min((each for each in begins if each is not None), default=0) < moment_ns:
+        created = (parse_time(each) < moment_ns for each in self._creation_times(oldest.with_partition(0)))
+        if any(created) or (self._first_ns(history) or moment_ns) < moment_ns:
             return None
         former = [chain for chain in self._documents.chains(oldest.site, oldest.feed) if chain < oldest]
         times = ((c.incarnation, self._first_time(c, first_sequence(self._documents, c))) for c in reversed(former))
