@@ -41,14 +41,13 @@ def check(parts: RoleFunctions, config: str, as_json: bool) -> int:
     documents, errors, loops = _check(config, parts)
     warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
     if as_json:
-        found: dict[str, object] = {
+        print_json({
             "file": config,
             "ok": not errors,
             "documents": [_summary(document) for document in documents],
             "problems": [problem for error in errors for problem in _problem_rows(error)],
             "warnings": warnings,
-        }
-        print_json(found)
+        })  # fmt: skip
     else:
         _print_checked(config, documents, errors, warnings)
     return ConfigError.exit_code if errors else 0

@@ -145,6 +145,12 @@ def failed(part: str, what: str, error: FloeError, meaning: str = "", todo: str 
     return problem(part, what, found, meaning, todo)
 
 
+def rights_command(**names: str | None) -> str:
+    """Return the command that writes the rights of each role. `names`: as its own; None: the default."""
+    given = (f"{name}={value}" for name, value in names.items() if value is not None)
+    return shlex.join(["python", "-m", "infra.rights", "rights", *given])
+
+
 def roles_of(settings: Settings) -> tuple[str, ...]:
     """Return the roles that a configuration is for; compaction if it has neither feeds nor targets."""
     found = [*(["egress"] if settings.egress.feeds_ else []), *(["ingress"] if settings.ingress.targets else [])]
@@ -320,10 +326,8 @@ class _StoreProbes:
         (scheme, _, url), feeds = self._settings.store.url.partition("://"), self._settings.egress.feeds
         if scheme == "file":
             return ""
-        names = {"site": self._site, "bucket": url, "prefix": self._settings.store.prefix}
-        names |= {"stream": feeds[0].stream} if feeds else {}
-        given = [shlex.quote(f"{name}={value}") for name, value in names.items() if value or name == "prefix"]
-        return " ".join(["python -m infra.rights rights", *given])
+        stream = feeds[0].stream if feeds else None
+        return rights_command(site=self._site or None, bucket=url, prefix=self._settings.store.prefix, stream=stream)
 
     def _connection(self) -> DoctorFinding:
         address = " at ".join(filter(None, [self._settings.store.url, self._settings.store.endpoint_url]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from itertools import islice
@@ -27,6 +26,7 @@ from common.doctor import (
     ok,
     problem,
     resolve_servers,
+    rights_command,
     roles_of,
     run_if_resolved,
     skipped,
@@ -303,15 +303,12 @@ async def _rights(client: FloeClient, settings: Settings, role: Role, matched: S
         return ok("nats", "rights", f"{len(calls) + len(buckets)} requests of {role} were permitted")
     is_warning = set(refused) <= {client.api_subject(call) for call in lists}
     meaning = f"{role} needs them, and stops with E-NATS-PERMISSION"
-    if is_warning:
-        meaning = "consumers are not captured, so a restore of the stream does not restore them; everything else works"
-    first = streams[:1]
-    names = [f"{'stream' if role == 'egress' else 'target'}={name}" for name in first]
-    names += [f"state_bucket={section.state_bucket}", f"lease_bucket={section.lease_bucket}"]
-    names += [f"domain={section.nats.jetstream_domain}"] if section.nats.jetstream_domain else []
-    command = shlex.join(["python", "-m", "infra.rights", "rights", *names])
+    names = {"stream" if role == "egress" else "target": name for name in streams[:1]}
+    names |= {"state_bucket": section.state_bucket, "lease_bucket": section.lease_bucket}
+    command = rights_command(**names, domain=section.nats.jetstream_domain or None)
     todo = f"grant them to the user; to write the files with the rights of each role:\n{command}"
     if is_warning:
+        meaning = "consumers are not captured, so a restore of the stream does not restore them; everything else works"
         todo = f"set capture_consumers: never, or {todo}"
     return (warning if is_warning else problem)("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
 
