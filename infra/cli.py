@@ -112,9 +112,10 @@ async def emulate(
 async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> int:
     """Run everything on this machine: two sites, a bucket, a centre, and Floe between them.
 
-    The demo publishes for a while, kills egress and ingress and restarts them, compacts with Spark, then compares
-    source, archive and target message by message. It ends with one line, and with exit code 0 only if every number
-    in it is 0. It needs Java 17 or 21, and uses only loopback and one temporary folder.
+    The demo publishes for a while, kills egress and ingress and restarts them, compacts twice, loses the server of a
+    site and restores its streams, then compares source, archive and target message by message. It ends with one line,
+    and with exit code 0 only if every number in it is 0. It needs Java 17 or 21, and uses only loopback and one
+    temporary folder. `make demo` in a checkout installs it first.
 
     \b
     Examples:
