@@ -13,7 +13,6 @@ import yaml
 from uvloop import run
 
 from bench.harness import (
-    REPEATS,
     STREAM,
     TARGET,
     Bench,
@@ -37,9 +36,6 @@ from common.archive.segment import Message
 from common.chain import Chain
 from common.nats.api import create_stream, stream_info
 from common.nats.client import FloeClient, frame
-from common.settings.ingress import TargetSettings
-from ingress.chains.chain_state import ChainRegistry
-from ingress.rows.prepare import SubjectFilters, TargetLimits
 from tests.scenarios.processes import Service
 from tests.support.basics import soon, unique
 from tests.support.segments import message
@@ -254,38 +250,7 @@ def bench_events() -> BenchResult:
     return BenchResult(round(statistics.median(found), 3))
 
 
-# 12,000 chains in one target: a feed with a thousand incarnations, one with many partitions, one between the two.
-CHAINS_BY_FEED = {"incarnations": (1000, 4), "partitions": (4, 1000), "mixed": (80, 50)}
-
-
-def bench_start() -> BenchResult:
-    """Measure the work of the event loop for chains at a start: positions, ends of former incarnations, obstacles."""
-    source = {"site": "bench", "feed": [*CHAINS_BY_FEED]}
-    settings = TargetSettings.model_validate({"stream": TARGET, "sources": [source]})
-    chains = [
-        Chain("bench", feed, n, p)
-        for feed, (incarnations, partitions) in CHAINS_BY_FEED.items()
-        for n in range(incarnations)
-        for p in range(partitions)
-    ]
-    stored = {chain: 10 for chain in chains if chain.incarnation < CHAINS_BY_FEED[chain.feed][0] - 1}
-    return BenchResult(round(statistics.median(_started(settings, chains, stored) for _ in range(REPEATS)), 2))
-
-
-def _started(settings: TargetSettings, chains: list[Chain], stored: dict[Chain, int]) -> float:
-    began, registry = time.process_time(), ChainRegistry(settings, TargetLimits(SubjectFilters([">"]), 1 << 20))
-    registry.reset(stored)
-    assert all(registry.add(chain) for chain in chains)
-    registry.reset(stored)
-    for chain in chains:
-        for whole in registry.stream_documents_to_read(chain):
-            registry.set_previous_ends(whole, dict.fromkeys(range(CHAINS_BY_FEED[chain.feed][1]), 9))
-        assert not registry.obstacle(chain)
-    return time.process_time() - began
-
-
 BENCHES = [
-    Bench("start.chains", "s", "<= 2", bench_start),
     Bench("ingress.fast", "msg/s", "ratio >= 0.7", partial(bench_publisher, "fast", measure_raw_fast)),
     Bench("ingress.atomic", "msg/s", "ratio >= 0.8", partial(bench_publisher, "atomic", measure_raw_atomic)),
     Bench("ingress.ten_chains", "msg/s", "ratio >= 0.9", bench_ten_chains),

@@ -31,7 +31,7 @@ from common.archive.columns import is_text, messages
 from common.archive.documents import ChainStore, CompactionRun, run_of
 from common.archive.guard import SegmentGone
 from common.archive.scan import ChainArchive, Hole, Problem, Scan
-from common.archive.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
+from common.archive.segment import Message, SegmentRef, decode_subject, encode_bytes
 from common.archive.store import SegmentStore, quarantine
 from common.archive.times import Timeline
 from common.archive.views import duckdb_view, object_address, polars_frame
@@ -460,15 +460,6 @@ def flatten(found: Mapping[str, Any]) -> list[tuple[str, object]]:
     return rows
 
 
-def for_people(found: Mapping[str, Any]) -> dict[str, Any]:
-    shown = _without_nanoseconds(found)
-    if found.get("sampling") is not None:
-        left_out = found["ledger"].get(Reason.SAMPLED_OUT.value, 0)
-        total = found["rows"] + left_out
-        shown["sampled out"] = f"{left_out:,} of {total:,} ({100 * left_out // max(1, total)} %)"
-    return shown
-
-
 def _as_written(name: str, nanoseconds: int) -> str:
     if name.endswith("timestamp_ns"):
         return format_time(nanoseconds)
@@ -476,12 +467,12 @@ def _as_written(name: str, nanoseconds: int) -> str:
     return format_duration(nanoseconds / NS_PER_S) if is_exact else f"{nanoseconds}ns"
 
 
-def _without_nanoseconds(found: Mapping[str, Any]) -> dict[str, Any]:
+def for_people(found: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key)  # a level or a partition is a number
         if isinstance(value, Mapping):
-            shown[name] = _without_nanoseconds(value)
+            shown[name] = for_people(value)
         elif name.endswith("_ns") and (value is None or isinstance(value, int)):
             shown[name.removesuffix("_ns")] = value if value is None else _as_written(name, value)
         else:

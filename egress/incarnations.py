@@ -59,11 +59,12 @@ class EndDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     stream_first: First | None = None
 
 
-class NextStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Stream of the next incarnation, from STREAM.INFO."""
+class NextStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Stream of the next incarnation, from STREAM.INFO. `first`: its first sequence, None if it was not recorded."""
 
     created: str
     config: dict[str, Any]
+    first: First | None = None
 
 
 class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
@@ -359,7 +360,7 @@ class Incarnations:
             raise ValueError(f"{current.chain}: not closed")
         previous = {number: end.end for number, end in closing.ends.items()}
         layout = [msgspec.structs.replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
-        decision = closing.decision_for(stream.created) or EndDecision(stream.created, {})
+        decision = closing.decision_for(stream.created) or EndDecision(stream.created, {}, stream_first=stream.first)
         # A partition that continues by itself is the same up to its end.
         joins = {n: decision.continues_from.get(n, end.first) for n, end in closing.ends.items()}
         more = False, joins if decision.continues_from else None, decision.continued, decision.stream_first

@@ -91,7 +91,7 @@ class Handover:
         the current one.
         """
         end = End(archive.end, first, info.created)
-        stream = NextStream(info.created, info.config)
+        stream = NextStream(info.created, info.config, max(1, info.first_sequence))
 
         def step(found: Closing) -> Closing:
             if found.decision_for(info.created) != decision:

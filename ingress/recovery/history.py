@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -110,9 +111,9 @@ class ArchivedHistory:
         """
         request, call = self._request, self._threads.run
         history = await call(self._history)
-        if (former := await call(self._former, history)) is not None:
-            self._progress.print(f"note: incarnation {former:04d} was the stream then")
-            request = self._request = replace(request, incarnation=former)
+        if (number := await call(self._incarnation_then, newest := max(history))) != newest.incarnation:
+            self._progress.print(f"note: incarnation {number:04d} was the newest then")
+            request = self._request = replace(request, incarnation=number)
             history = await call(self._history)
         known = await call(self._known_ends, history)  # before segments are listed, or growth would look like loss
         if (to_sequence := request.to_sequence) is None and request.to_time_ns is not None:
@@ -200,32 +201,54 @@ class ArchivedHistory:
         first_ns = self._first_ns(history)
         if first_ns is not None and moment_ns <= first_ns:
             raise UsageError(
-                f"{self._request.site}/{self._request.feed}: expected a point in time after the first message, of "
-                f"{format_time(first_ns)}, found {format_time(moment_ns)}"
+                f"{self._request.site}/{self._request.feed}/{min(history).incarnation:04d}: expected a point in time "
+                f"after its first archived message, of {format_time(first_ns)}, found {format_time(moment_ns)}"
             )
         return min(found) - 1 if found else None
 
-    def _former(self, history: Mapping[Chain, int]) -> int | None:
-        """Return the last incarnation before `history` with a message before the requested time, if the stream of
-        `history` did not exist yet and no incarnation was named; else None. Blocking.
-        """
-        oldest, moment_ns = min(history), self._request.to_time_ns
-        if moment_ns is None or self._request.incarnation is not None:
-            return None
-        created = (parse_time(each) < moment_ns for each in self._creation_times(oldest.with_partition(0)))
-        if any(created) or (self._first_ns(history) or moment_ns) < moment_ns:
-            return None
-        former = [chain for chain in self._documents.chains(oldest.site, oldest.feed) if chain < oldest]
-        times = ((c.incarnation, self._first_time(c, first_sequence(self._documents, c))) for c in reversed(former))
-        return next((number for number, begin in times if begin is not None and begin < moment_ns), None)
+    def _incarnation_then(self, newest: Chain) -> int:
+        """Return the last incarnation that had begun at the requested time, the oldest if none had; that of `newest`
+        without a time, or if one is named. Blocking.
 
-    def _first_ns(self, history: Mapping[Chain, int]) -> int | None:
-        """Return the time of the first archived message; None without one. Blocking."""
-        times = [self._first_time(each, self._first_sequence(history, each.incarnation)) for each in history]
+        Raises UsageError if it is not known which of two it was.
+        """
+        moment_ns, name = self._request.to_time_ns, f"{newest.site}/{newest.feed}"
+        if moment_ns is None or self._request.incarnation is not None:
+            return newest.incarnation
+        chains = sorted(self._documents.chains(newest.site, newest.feed))
+        found = [[*some] for _, some in groupby(chains, lambda chain: chain.incarnation)]
+        for before, own in reversed([*pairwise(found)]):
+            earliest, latest = self._begin(own, before)
+            if latest <= moment_ns:
+                return own[0].incarnation
+            if earliest < moment_ns:
+                raise UsageError(
+                    f"{name}: expected a time before {format_time(earliest)} or after {format_time(latest)}, found "
+                    f"{format_time(moment_ns)}; the stream was set back in between: name incarnation "
+                    f"{before[0].incarnation:04d} or {own[0].incarnation:04d}"
+                )
+        return chains[0].incarnation
+
+    def _begin(self, own: Sequence[Chain], before: Sequence[Chain]) -> tuple[int, int]:
+        """Return the earliest and the latest time (ns) at which the incarnation of the chains `own` can have begun."""
+        chain, documents = own[0].with_partition(0), self._documents
+        created = min(map(parse_time, self._creation_times(chain)), default=0)
+        if created > (ended := max(self._looked_up(each, lambda times: times.last_ns) or 0 for each in before)):
+            return created, created
+        info = documents.objects.head(documents.layout.stream_document(chain))
+        known = (self._first_ns(own), info and int(info.modified * NS_PER_S))
+        latest = min((each for each in known if each is not None and each > ended), default=ended)
+        is_same = (document := documents.read_stream(chain)) is not None and document.continues
+        return latest if is_same else ended, latest
+
+    def _first_ns(self, chains: Iterable[Chain]) -> int | None:
+        """Return the time of the first archived message of some chains; None without one. Blocking."""
+        times = (self._looked_up(chain, lambda times: times.extent()[0]) for chain in chains)
         return min((each for each in times if each is not None), default=None)
 
-    def _first_time(self, chain: Chain, begin: int) -> int | None:
-        return with_current_listing(self._store, chain, lambda refs: SegmentTimes(self._store, refs, begin).extent()[0])
+    def _looked_up(self, chain: Chain, look_up: Callable[[SegmentTimes], int | None]) -> int | None:
+        begin = first_sequence(self._documents, chain)
+        return with_current_listing(self._store, chain, lambda refs: look_up(SegmentTimes(self._store, refs, begin)))
 
     def _first_sequence(self, history: Iterable[Chain], number: int) -> int:
         documents = (self._documents.read_chain(chain) for chain in history if chain.incarnation == number)

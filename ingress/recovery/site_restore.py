@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.clock import parse_time
 from common.errors import FloeError, UsageError
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER
 from common.service.progress import Progress
@@ -79,13 +80,17 @@ class SiteReport:
         )
 
 
-def choose_feeds(plans: Iterable[RestorePlan]) -> tuple[list[RestorePlan], list[RestorePlan]]:
+def choose_feeds(
+    plans: Iterable[RestorePlan], created_ns: Mapping[str, int]
+) -> tuple[list[RestorePlan], list[RestorePlan]]:
     """Return for each stream the plan of the feed that holds all of it and reaches furthest, and the lossy plans of the
-    streams that no feed holds whole, one for each. Both by stream.
+    streams that no feed holds whole, one for each. Both by stream. `created_ns`: the creation of each stream.
     """
     by_stream = defaultdict[str, list[RestorePlan]](list)
     for plan in plans:
-        by_stream[plan.name].append(plan)
+        # A feed that ended before is of an earlier stream of the name.
+        if max(parse_time(plan.created), plan.time_range_ns[1]) >= created_ns[plan.name]:
+            by_stream[plan.name].append(plan)
     best = [max(some, key=lambda plan: (not plan.lossy, plan.end)) for _, some in sorted(by_stream.items())]
     return [plan for plan in best if not plan.lossy], [plan for plan in best if plan.lossy]
 
@@ -141,14 +146,14 @@ class WholeSiteRestore:
         """Return the plans of all streams that can come back whole; note the others as skipped or failed. Raises
         UsageError for a site without an archive.
         """
-        list_chains = self._parts.documents.chains
-        chains = await asyncio.to_thread(list_chains, self._request.site)
+        documents = self._parts.documents
+        chains = await asyncio.to_thread(documents.chains, self._request.site)
         feeds = sorted({chain.feed for chain in chains})
         if not feeds:
-            known = sorted({chain.site for chain in await asyncio.to_thread(list_chains)})
+            known = sorted({chain.site for chain in await asyncio.to_thread(documents.chains)})
             found = ", ".join(known) or "none"
             raise UsageError(f"{self._request.site}: expected a site with an archive, found {found}")
-        plans = list[RestorePlan]()
+        plans, skipped, created_ns = list[RestorePlan](), list[StreamOutcome](), Counter[str]()
         for feed in feeds:
             request = replace(self._request, feed=feed, promote=self._make_drill is None)
             progress = NamedProgress(feed, self._parts.progress)
@@ -157,11 +162,19 @@ class WholeSiteRestore:
             try:
                 plans.append(plan := await work.plan())
                 progress.name = plan.name
+                created_ns[plan.name] = max(created_ns[plan.name], parse_time(plan.created))
             except UsageError as error:  # of the point in time: the stream had no message yet
-                self._note(StreamOutcome(feed, feed, "skipped", error.message, EXIT_DIFFERENCES, hint=error.hint))
+                newest = max(chain for chain in chains if chain.feed == feed)
+                document = await asyncio.to_thread(documents.read_stream, newest)
+                name = str(document.config["name"]) if document else feed
+                if document and (at := parse_time(document.created)) <= (self._request.to_time_ns or 0):
+                    created_ns[name] = max(created_ns[name], at)
+                skipped.append(StreamOutcome(feed, name, "skipped", error.message, EXIT_DIFFERENCES, hint=error.hint))
             except FloeError as error:
                 self._note(StreamOutcome(feed, feed, "failed", error.message, error.exit_code, hint=error.hint))
-        whole, lossy = choose_feeds(plans)
+        whole, lossy = choose_feeds(plans, created_ns)
+        for outcome in (each for each in skipped if each.stream not in {plan.name for plan in (*whole, *lossy)}):
+            self._note(outcome)  # no other feed had it then
         for plan in lossy:
             if self._request.allow_lossy:
                 whole.append(plan)

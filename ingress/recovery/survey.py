@@ -83,6 +83,12 @@ class SegmentTimes:
             tip = self._store.footer(stretch.segment).tip
         return first_ns, max(newest, tip.timestamp_ns if tip else 0)
 
+    @property
+    def last_ns(self) -> int | None:
+        """The greatest time (ns) of the last segment with messages; None without one."""
+        last = self._timeline.last_timed_stretch(self.covered)
+        return last and last[1][1]
+
     def _from(self, moment_ns: int) -> int:
         """Return the first sequence that may be at or after the moment; one after the end if there is none."""
         found = self._timeline.start_sequence_at(moment_ns)

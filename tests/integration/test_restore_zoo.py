@@ -465,7 +465,7 @@ KINDS: dict[str, Kind] = {
         missing="that it continues is the same stream only up to 20",
     ),
     "cut anew": Kind(before=two(9), then=deletes(4), between=cuts, after=two(5), incarnation=1, cut=2),
-    "T, before it was set back": Kind(**SET_BACK, to_t=True, missing="of another history (restore ", same_state=False),
+    "T, before it was set back": Kind(**SET_BACK, to_t=True),
     # Lost from the archive
     "retired": Kind(lost=retires(11), missing="after retention of the archive, and the stream at 1"),
     "a hole": Kind(then=puts(5), lost=loses(lambda coverage: coverage.last == 30), missing="no segment covers 1..30"),

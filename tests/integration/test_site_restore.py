@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.clock import NS_PER_S, format_time
+from common.clock import format_time, parse_time
 from common.nats.api import RESTORE_PREFIX, create_stream
 from infra.local.nats import NatsServer
 from ingress.recovery.plan import RestoreRequest
@@ -19,6 +19,8 @@ from tests.support.egress import SITE, Bench
 
 pytestmark = pytest.mark.servers
 
+BEFORE, CREATED = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
+
 
 @dataclass
 class Planned:
@@ -29,6 +31,8 @@ class Planned:
     end: int = 1
     lossy: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
+    created: str = CREATED
+    time_range_ns: tuple[int, int] = (0, 0)
 
     @property
     def request(self) -> RestoreRequest:
@@ -39,9 +43,13 @@ def test_each_stream_comes_from_the_whole_feed_that_reaches_furthest():
     plans = [
         Planned("A", "short", 5), Planned("A", "far", 9), Planned("A", "sampled", 20, ("sampled",)),
         Planned("B", "one", 3, ("hole",)), Planned("B", "other", 7, ("hole",)), Planned("C"),
+        Planned("D", "earlier", 9, created=BEFORE), Planned("D", "later", 3),
+        Planned("E", created=BEFORE, time_range_ns=(0, 1 << 62)),
     ]  # fmt: skip
-    whole, lossy = choose_feeds(plans)  # type: ignore[arg-type]
-    assert ([plan.request.feed for plan in whole], [plan.request.feed for plan in lossy]) == (["far", "C"], ["other"])
+    created_ns = dict.fromkeys("ABCDE", parse_time(CREATED))
+    whole, lossy = choose_feeds(plans, created_ns)  # type: ignore[arg-type]
+    assert [plan.request.feed for plan in whole] == ["far", "C", "later", "E"]
+    assert [plan.request.feed for plan in lossy] == ["other"]
 
 
 def test_sources_come_before_those_that_read_them_and_a_circle_ends():
@@ -124,7 +132,7 @@ async def test_what_is_not_one_site_is_refused_and_a_stream_without_a_message_co
         (("nowhere", "--all", "--dry-run"), f"expected a site with an archive, found {SITE}"),
         ((*until, "--dry-run"), f"\n  {nothing}\n"),
         (until, f"restored  {empty}  (feed {empty}): {nothing}\n"),
-        (until, f"skipped   {late}  (feed {late}): {SITE}/{late}: expected a point in time after the first message"),
+        (until, f"skipped   {late}  (feed {late}): {SITE}/{late}/0000: expected a point in time after its first"),
     ):
         done = await ran("restore", "-c", config, *words, code=3 if "--until" in words else 2)
         assert text in done.err + done.out
@@ -132,31 +140,20 @@ async def test_what_is_not_one_site_is_refused_and_a_stream_without_a_message_co
 
 
 async def test_at_a_point_in_time_the_incarnation_that_was_the_stream_then_comes_back(bench: Bench) -> None:
-    stream, emptied, whole = [await bench.filled(each) for each in ([b"before"] * 3, [b"x"] * 2, [b"y"])]
-    async with bench.egress(*({"stream": each} for each in (stream, emptied, whole))):
-        for each, end in ((stream, 3), (emptied, 2), (whole, 1)):
-            await bench.archived_to(each, end)
-        await asyncio.sleep(1.1)
-        moment = format_time(time.time_ns() // NS_PER_S * NS_PER_S)
-        await bench.recreate(stream, [b"after"])
-        await bench.recreate(emptied, [])
-        await soon(lambda: bench.store.table(bench.chain(stream).next_incarnation()).end == 1)
-        await soon(lambda: bench.chains.read_chain(bench.chain(emptied).next_incarnation()) is not None)
-    for each in (stream, emptied, whole):
-        await bench.delete_stream(each)
-    config = str(configuration(bench, {"stream": stream}))
-    one = await ran("restore", "-c", config, f"{SITE}/{stream}/1", "--until", moment, code=2)
-    assert f"{SITE}/{stream}: expected a point in time after the first message, of 20" in one.err
-    one = await ran("restore", "-c", config, f"{SITE}/{stream}", "--until", moment, "--dry-run")
-    assert "note: incarnation 0000 was the stream then" in one.err
-    assert "3 messages" in one.out
-    words = ("restore", "-c", config, SITE, "--all", "--until", moment)
+    stream = await bench.begun([b"before"] * 3)
+    moment = format_time(time.time_ns())
+    await bench.recreate(stream, [b"after"])
+    later = bench.chain(stream).next_incarnation()
+    async with bench.egress({"stream": stream}):
+        await soon(lambda: bench.store.table(later).end == 1)
+    document = bench.chains.read_stream(later)
+    assert (document and document.stream_first) == 1
+    await bench.delete_stream(stream)
+    words = ("restore", "-c", str(configuration(bench, {"stream": stream})), SITE, "--all", "--until", moment)
     done = await ran(*words)
-    assert f"{stream}: note: incarnation 0000 was the stream then" in done.err
-    assert [f"restored  {each}" in done.out for each in (stream, emptied, whole)] == [True] * 3
+    assert f"{stream}: note: incarnation 0000 was the newest then" in done.err
     assert [message.payload for message in await back.contents(bench, stream)] == [b"before"] * 3
-    assert [message.payload for message in await back.contents(bench, emptied)] == [b"x"] * 2
-    assert f"site {SITE}: 3 there" in (await ran(*words)).out
+    assert f"site {SITE}: 1 there" in (await ran(*words)).out
 
 
 async def test_streams_that_source_from_each_other_come_back_with_each_message_once(

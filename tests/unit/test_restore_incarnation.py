@@ -1,0 +1,67 @@
+"""The incarnation that a restore to a point in time takes."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.clock import NS_PER_S, format_time
+from common.errors import UsageError
+from common.service.progress import Progress
+from common.settings.root import Settings
+from ingress.recovery.plan import RestoreRequest
+from ingress.recovery.request import RecoveryParts
+from ingress.recovery.restore import Restore
+from tests.support.clock import ManualClock
+from tests.support.compaction import CHAIN, Archive, rows
+
+BEGAN_NS = 1_700_000_000 * NS_PER_S
+
+#: The lives of one stream: second of its creation, the first sequence of the chain, what it continues, and the second
+#: of each message.
+LIVES: list[tuple[int, int, dict[str, Any], dict[int, int]]] = [
+    (0, 1, {}, {1: 10, 2: 11, 3: 12}),
+    (100, 1, {}, {1: 110, 2: 111}),
+    (200, 4, {"continues_from": {0: 4}, "continued": 0}, {4: 220, 5: 221}),  # deleted, and the first one restored
+    (200, 5, {"continues_from": {0: 5}}, {5: 320}),  # set back by one message
+    (400, 1, {}, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Archive:
+    archive = Archive(tmp_path_factory.mktemp("lives"))
+    chains = ChainStore(archive.objects, archive.layout)
+    for number, (created, first, continues, messages) in enumerate(LIVES):
+        chain, at = CHAIN.with_incarnation(number), format_time(BEGAN_NS + created * NS_PER_S)
+        previous = {0: max(LIVES[number - 1][3], default=0)} if number else None
+        config = {"name": CHAIN.feed, "subjects": ["nodes.>"], "retention": "limits"}
+        chains.create_stream(chain, StreamDocument(config, at, previous, **continues))
+        chains.create_chain(chain, ChainDocument((), 1, first))
+        for sequence, second in messages.items():
+            batch = rows([sequence], at_ns=BEGAN_NS + second * NS_PER_S)
+            archive.put(sequence, sequence, batch, chain=chain)
+    return archive
+
+
+@pytest.mark.parametrize(
+    ("second", "found"),
+    [
+        (5, "/0000: expected a point in time after its first archived message, of 2023-11-14T22:13:30"),
+        *((12, (0, 2)), (60, (0, 3))),
+        (105, "/0001: expected a point in time after its first archived message, of 2023-11-14T22:15:10"),
+        *((111, (1, 1)), (150, (1, 2)), (205, (0, 3)), (221, (2, 4))),
+        (300, "expected a time before 2023-11-14T22:17:01.* set back in between: name incarnation 0002 or 0003"),
+        *((321, (3, 5)), (390, (3, 5)), (405, (4, 0))),
+    ],
+)
+async def test_the_last_incarnation_that_had_begun_comes_back(
+    lives: Archive, second: int, found: tuple[int, int] | str
+) -> None:
+    settings = Settings(site=CHAIN.site, store={"url": f"file://{lives.folder}"}, egress={"feeds": []})
+    request = RestoreRequest(CHAIN.site, CHAIN.feed, to_time_ns=BEGAN_NS + second * NS_PER_S)
+    parts = RecoveryParts(lives.store, ChainStore(lives.objects, lives.layout), ManualClock(), Progress(False))
+    with pytest.raises(UsageError, match=found) if isinstance(found, str) else nullcontext():
+        plan = await Restore(settings, request, parts).plan()
+        assert (plan.newest.incarnation, plan.rows) == found
