@@ -70,8 +70,8 @@ async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE,
     while True:
         answer: Any = None
         with suppress(Unavailable, OutcomeUnknown):
-            answer = check()
-            answer = await answer if isawaitable(answer) else answer
+            found = check()
+            answer = await found if isawaitable(found) else found
         if answer:
             return cast(T, answer)
         assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"

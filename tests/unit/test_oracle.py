@@ -11,8 +11,10 @@ import pytest
 
 from common.archive.segment import Message
 from common.chain import Chain
+from common.errors import OutcomeUnknown, Unavailable
 from infra.oracle import OracleResult, Trace, compare, fingerprint, prefix_subject, sum_comparisons
 from tests.scenarios.simulated import added
+from tests.support.basics import answered
 from tests.support.kinds import verdict as second_try
 from tests.support.oracle import CLASSES, classes, compare_target
 from tests.unit.test_house import imported
@@ -193,3 +195,14 @@ async def test_what_is_marked_runs_in_simulated_time(request: pytest.FixtureRequ
     began = time.perf_counter()
     await asyncio.sleep(500)
     assert time.perf_counter() - began < 60
+
+
+async def test_a_question_without_an_answer_is_asked_again() -> None:
+    results = [Unavailable("down"), OutcomeUnknown("late"), 7]
+
+    async def ask() -> object:
+        if isinstance(result := results.pop(0), Exception):
+            raise result
+        return result
+
+    assert (await answered(ask), results) == (7, [])
