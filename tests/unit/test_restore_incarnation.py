@@ -45,6 +45,15 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Archive:
     return archive
 
 
+async def planned(lives: Archive, second: int, named: int | None = None) -> tuple[int, int]:
+    """Return the incarnation and the rows of the plan for a second."""
+    settings = Settings(site=CHAIN.site, store={"url": f"file://{lives.folder}"}, egress={"feeds": []})
+    request = RestoreRequest(CHAIN.site, CHAIN.feed, incarnation=named, to_time_ns=BEGAN_NS + second * NS_PER_S)
+    parts = RecoveryParts(lives.store, ChainStore(lives.objects, lives.layout), ManualClock(), Progress(False))
+    plan = await Restore(settings, request, parts).plan()
+    return plan.newest.incarnation, plan.rows
+
+
 @pytest.mark.parametrize(
     ("second", "found"),
     [
@@ -59,9 +68,11 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Archive:
 async def test_the_last_incarnation_that_had_begun_comes_back(
     lives: Archive, second: int, found: tuple[int, int] | str
 ) -> None:
-    settings = Settings(site=CHAIN.site, store={"url": f"file://{lives.folder}"}, egress={"feeds": []})
-    request = RestoreRequest(CHAIN.site, CHAIN.feed, to_time_ns=BEGAN_NS + second * NS_PER_S)
-    parts = RecoveryParts(lives.store, ChainStore(lives.objects, lives.layout), ManualClock(), Progress(False))
     with pytest.raises(UsageError, match=found) if isinstance(found, str) else nullcontext():
-        plan = await Restore(settings, request, parts).plan()
-        assert (plan.newest.incarnation, plan.rows) == found
+        assert await planned(lives, second) == found
+
+
+async def test_a_named_incarnation_comes_back_as_it_is(lives: Archive) -> None:
+    assert await planned(lives, 390, 1) == (1, 2)
+    with pytest.raises(UsageError, match="/0001: expected a point in time after its first archived message"):
+        await planned(lives, 60, 1)
