@@ -17,21 +17,9 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.servers
 
 
-def start_demo(*options: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return spawn(
-        [sys.executable, "-m", "floe", "demo", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        preexec_fn=_take_interrupts,
-    )
-
-
-def _take_interrupts() -> None:
-    """Restore SIGINT: a shell that runs the tests in the background has its children ignore it; a terminal does not."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def start_demo(*options: str, env: dict[str, str]) -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-m", "floe", "demo", *options], subprocess.PIPE
+    return spawn(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env={**os.environ, **env})
 
 
 def processes_below(folder: Path) -> list[str]:

@@ -72,7 +72,8 @@ class Reader:
         run = f"failed=0; trap 'failed=$?' ERR; . {script} > {output} 2>&1; trap - ERR"
         self._shell.stdin.write(f"{run}; echo $failed > {code}.new; mv {code}.new {code}\n".encode())
         self._shell.stdin.flush()
-        _wait_for(code, self._shell)
+        eventually(lambda: code.exists() or self._shell.poll() is not None, STEP_SECONDS, 0.1)
+        assert code.exists(), f"the shell ended: {self._shell.poll()}\n{self.logs()}"
         shown = output.read_text()
         assert code.read_text() == "0\n", f"{script.read_text()}\n{shown}\n{self.logs()}"
         return shown
@@ -93,18 +94,6 @@ class Reader:
         for address, local in self._addresses.items():
             text = text.replace(address, local)
         return text
-
-
-def _wait_for(path: Path, shell: subprocess.Popen[bytes]) -> None:
-    for _ in range(int(STEP_SECONDS / 0.1)):
-        if path.exists():
-            return
-        try:
-            shell.wait(0.1)
-        except subprocess.TimeoutExpired:
-            continue
-        break
-    raise AssertionError(f"{path.name}: no end within {STEP_SECONDS} s, or the shell ended: {shell.poll()}")
 
 
 @pytest.fixture

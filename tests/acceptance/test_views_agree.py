@@ -119,8 +119,9 @@ class Fleet:
         return None
 
     async def chain_of_alpha(self) -> dict[str, Any]:
-        """The chain of alpha, as /status of the centre shows it."""
-        return dict((await self.parts("centre"))[f"target {TARGET}"]["chains"]["alpha/NODES/0000/0"])
+        """The chain of alpha, as /status of the centre shows it; empty while its instance has no lease."""
+        target = (await self.parts("centre")).get(f"target {TARGET}", {})
+        return dict(target.get("chains", {}).get("alpha/NODES/0000/0", {}))
 
     async def status(self, name: str, *more: str) -> Done:
         return await floe("status", "-c", self.configs[name], "--json", *more)
@@ -132,7 +133,7 @@ class Fleet:
 
 
 def get(port: int, path: str) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request("GET", path)
         return connection.getresponse().read().decode()
@@ -172,28 +173,29 @@ async def running(s3: SharedS3, **times: Mapping[str, str]) -> AsyncIterator[Fle
 # Agreement
 
 
-async def well(fleet: Fleet) -> None:
-    """Wait until all is archived and carried, and every process reports that it is ready."""
+async def well(fleet: Fleet) -> tuple[dict[str, Truth], int]:
+    """Wait until all is archived and carried, and every process reports that it is ready; return the truth."""
 
-    async def is_well() -> bool:
+    async def found_well() -> tuple[dict[str, Truth], int] | None:
         found, carried = await fleet.truth()
         is_archived = all(each.source == each.archived for each in found.values())
         ready = [await fleet.page(name, "/readyz") for name in fleet.ports]
-        return is_archived and carried == sum(each.source for each in found.values()) and set(ready) == {"ready\n"}
+        is_carried = carried == sum(each.source for each in found.values())
+        return (found, carried) if is_archived and is_carried and set(ready) == {"ready\n"} else None
 
-    await soon(is_well, every=0.3)
+    return await soon(found_well, every=0.3)
 
 
 async def agree(fleet: Fleet) -> None:
     """Wait until all is well again; then each view must show exactly the contents of store and streams."""
-    await well(fleet)
-    truth, carried = await fleet.truth()
+    truth, carried = await well(fleet)
     differences: dict[str, Any] = {}
 
     async def same() -> bool:
         nonlocal differences
         found = {**await shown_by_sites(fleet, truth), **await shown_by_centre(fleet, truth, carried)}
-        return not {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+        differences = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+        return not differences
 
     try:
         await soon(same, every=0.3)
@@ -247,12 +249,8 @@ async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int
         labels = {"target": TARGET, "site": site, "feed": "NODES"}
         lags = [await fleet.metric("centre", f"ingress_{n}", **labels) for n in ("lag_seconds", "source_lag_sequences")]
         found[f"metrics of {site} at the centre"] = lags, [0, 0]
-    figures = [
-        await fleet.metric("centre", "ingress_target_sequence", target=TARGET),
-        await fleet.metric("centre", "ingress_stopped_chains", target=TARGET),
-        await fleet.metric("centre", "ingress_store_reachable"),
-        await fleet.metric("centre", "ingress_nats_reachable"),
-    ]
+    names = "target_sequence", "stopped_chains", "store_reachable", "nats_reachable"  # of the only target
+    figures = [await fleet.metric("centre", f"ingress_{name}") for name in names]
     found["metrics of the centre"] = figures, [carried, 0, 1, 1]
     keys = "phase", "archived", "position", "lag_sequences", "source_sequence", "source_lag_sequences"
     done = await fleet.status("centre")
@@ -343,12 +341,8 @@ async def dead_store(fleet: Fleet, *, is_silent: bool = False) -> float:
         return (done.code, done.json()[0]["known_from"]) == (75, "monitor") and is_named
 
     async def centre_shown() -> bool:
-        done = await fleet.status("centre")
-        return (
-            (done.code, done.out) == (75, "")
-            and fleet.world.store["endpoint_url"] in done.err
-            and done.err.count("\n") == 1
-        )
+        done, store = await fleet.status("centre"), fleet.world.store["endpoint_url"]
+        return (done.code, done.out, done.err.count("\n")) == (75, "", 1) and store in done.err
 
     async def archive_checked() -> bool:
         code, found = await fleet.check("archive", "centre")
@@ -397,12 +391,14 @@ async def stopped_chain(fleet: Fleet) -> float:
         is_checked = status == 2 and f"stopped: alpha/NODES/0000/0 into target {TARGET}: {code}" in found["text"]
         return is_checked and code in page and chain["hint"] in page and stopped == 1
 
+    async def hint() -> str:
+        return str((await fleet.chain_of_alpha()).get("hint", ""))
+
     seconds = await all_seen(reported)
+    resume = next(each for each in commands_of(await soon(hint)) if each.startswith("floe chain resume"))
     async with client_of(fleet.world.central.url) as client:
         config = {"name": TARGET, "subjects": ["fleet.>"], "allow_atomic": True, "max_msg_size": 4 * LONGEST}
         await client.api(f"STREAM.UPDATE.{TARGET}", config)
-    hint = (await fleet.chain_of_alpha())["hint"]
-    resume = next(each for each in commands_of(hint) if each.startswith("floe chain resume"))
     assert (await floe(*shlex.split(resume)[1:])).code == 0
     return seconds
 

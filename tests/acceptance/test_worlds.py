@@ -124,7 +124,8 @@ async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_a
             feeds = [await kv_bucket(client, f"h{history}", history) for history in (1, 5, 64)]
             feeds += [await object_store(client, "files"), *await special_streams(client)]
             feeds += await named_streams(client)
-            await soon(lambda: same_length(client, "MIRROR", "REPUBLISH"))
+            await soon(lambda: has_all(client, "MIRROR", "REPUBLISH"))
+            await soon(lambda: has_all(client, "SOURCED", "REPUBLISH", "COMPRESSED"))
         site = world.site_config(SITE, *({"stream": feed} for feed in feeds))
         centre = world.central_config(feeds=feeds)
         egress, ingress = world.egress(site), world.ingress(centre)
@@ -141,9 +142,9 @@ async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_a
         assert drill.code == 0, drill
 
 
-async def same_length(client: FloeClient, one: str, other: str) -> bool:
-    infos = [await stream_info(client, name) for name in (one, other)]
-    return all(infos) and len({info.messages for info in infos if info}) == 1
+async def has_all(client: FloeClient, copy: str, *origins: str) -> bool:
+    held, *there = [(await stream_info(client, name)).messages for name in (copy, *origins)]
+    return held == sum(there)
 
 
 # O9, O10

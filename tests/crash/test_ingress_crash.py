@@ -64,7 +64,7 @@ async def test_a_target_that_forgets_gets_each_message_once_through_kills(client
 
 async def test_sigterm_finishes_the_intent_and_leaves_the_lease_to_the_next(client, tmp_path, archive, nats_url, start):
     centre = Centre(tmp_path, archive, nats_url, publisher="single")
-    service = start(centre, lease_ttl="5m")
+    service = start(centre, lease_ttl="5m", shutdown_timeout="2m")  # each row waits for an acknowledgement
     await centre.carried(client, 1)
     assert await asyncio.to_thread(service.drain) == 0
     stored = (await (await centre.state(client)).load()).state

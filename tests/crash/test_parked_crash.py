@@ -60,7 +60,7 @@ class Round:
             return len(await arrived(self.client, self.centre.target)) == whole
 
         await soon(is_whole, every=0.1)
-        assert service.drain(20) == 0
+        assert service.drain() == 0
 
     async def check_each_once(self, *late: int, without: Collection[int] = ()) -> None:
         rows = {row.sequence: row.payload for row in self.archive.rows[CHAIN] if row.sequence not in without}
@@ -116,6 +116,6 @@ async def test_parked_rows_that_arrived_in_turn_are_not_delivered_again(rounds: 
     rounds.ask_for_all()
     service = rounds.start(rounds.centre)
     await rounds.centre.carried(rounds.client, 20)
-    assert service.drain(20) == 0
+    assert service.drain() == 0
     await rounds.check_each_once()
     assert states(rounds.parked) == {5: ParkedState.PENDING}

@@ -18,12 +18,12 @@ from tests.support.egress import Bench
 pytestmark = pytest.mark.servers
 
 
-async def lost(bench: Bench, count: int) -> tuple[str, list[object], str]:
+async def lost(bench: Bench, **egress: object) -> tuple[str, list[object], str]:
     """An archived stream that is gone, its former messages, and a configuration."""
-    stream = await bench.begun([b"%d" % n for n in range(count)], storage="file")
+    stream = await bench.begun([b"%d" % n for n in range(200)], storage="file")
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
-    return stream, [*before], str(configuration(bench, {"stream": stream}))
+    return stream, [*before], str(configuration(bench, {"stream": stream}, **egress))
 
 
 async def asleep_before_promotion(stream: str, file: str, **options: object) -> subprocess.Popen[str]:
@@ -35,7 +35,7 @@ async def asleep_before_promotion(stream: str, file: str, **options: object) -> 
 
 
 async def test_one_that_was_asleep_touches_nothing_of_the_one_that_was_done_meanwhile(bench: Bench) -> None:
-    stream, before, file = await lost(bench, 200)
+    stream, before, file = await lost(bench)
     words = ("restore", "-c", file, f"site/{stream}", "--yes")
     for point in ("sending", "recorded"):  # the next command begins again
         done = await floe(*words, env={**os.environ, "FLOE_FAILPOINTS": f"restore.{point}=kill"})
@@ -54,7 +54,8 @@ async def test_one_that_was_asleep_touches_nothing_of_the_one_that_was_done_mean
 
 
 async def test_a_subject_that_was_taken_meanwhile_leaves_it_under_its_guard(bench: Bench) -> None:
-    stream, before, file = await lost(bench, 200)
+    # Its lease outlasts the sleep: without it, the restore would begin again, and be refused before its promotion.
+    stream, before, file = await lost(bench, lease_bucket=unique("L"), lease_ttl="60s")
     asleep = await asleep_before_promotion(stream, file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     other = await bench.make_stream(unique("O"), subjects=[f"{stream}.a"])
     asleep.send_signal(signal.SIGCONT)

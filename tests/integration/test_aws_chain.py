@@ -125,7 +125,8 @@ def test_a_role_signs_requests_to_the_store(monkeypatch: pytest.MonkeyPatch, tmp
         for way, key, token in (
             ({**sts, **files, "PROFILE": "role"}, r"ASIA\w+", r"\S{20,}"),
             ({**sts, "ROLE_ARN": ROLE, "WEB_IDENTITY_TOKEN_FILE": f"{tmp_path}/token"}, r"ASIA\w+", r"\S{20,}"),
-            ({"EC2_METADATA_SERVICE_ENDPOINT": url}, "AKIMDS", "token-of-imds"),
+            # By default botocore waits one second for this service, once.
+            ({"EC2_METADATA_SERVICE_ENDPOINT": url, "METADATA_SERVICE_TIMEOUT": "60"}, "AKIMDS", "token-of-imds"),
         ):
             with monkeypatch.context() as patch:
                 for name, value in way.items():

@@ -13,7 +13,7 @@ import pytest
 
 from common.archive.segment import Ledger, Reason
 from common.chain import Chain
-from common.nats.api import create_stream, query
+from common.nats.api import create_stream
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
 from common.observe.monitor import Health
@@ -22,7 +22,7 @@ from ingress import metrics
 from tests.support import ingress as ingress_world
 from tests.support.basics import counted, soon
 from tests.support.commands import floe
-from tests.support.ingress import CHAIN, OTHER, Archive, Centre, check_exact, rows_of
+from tests.support.ingress import CHAIN, OTHER, Archive, Centre, check_exact, rows_of, update
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -63,12 +63,6 @@ async def paste(centre: Centre, hint: str, wanted: str) -> None:
     assert done.code == 0, done
 
 
-async def change(client: FloeClient, centre: Centre, **config: Any) -> None:
-    """Change the configuration of the target, as `nats stream edit` does."""
-    info = await query(client, f"STREAM.INFO.{centre.target}")
-    await query(client, f"STREAM.UPDATE.{centre.target}", {**info["config"], **config})
-
-
 async def test_a_subject_that_the_target_refuses_resumes_once_the_target_accepts_it(
     client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +73,7 @@ async def test_a_subject_that_the_target_refuses_resumes_once_the_target_accepts
     async with centre.running() as health:
         hint = (await stopped(health, centre, "E-SUBJECT"))["hint"]
         assert len(await centre.carried(client, 6)) == 6
-        await change(client, centre, subjects=[f"{centre.target}.>"])
+        await update(client, centre, subjects=[f"{centre.target}.>"])
         await paste(centre, hint, "chain resume")
 
         check_exact(await centre.carried(client, 8), archive, centre.prefix)
@@ -93,7 +87,7 @@ async def test_a_chain_resumes_at_a_raised_limit(client: FloeClient, centre: Cen
     await create_stream(client, {"name": centre.target, **config})
     async with centre.running() as health:
         await stopped(health, centre, "E-MSG-TOO-LARGE")
-        await change(client, centre, max_msg_size=-1)
+        await update(client, centre, max_msg_size=-1)
 
         check_exact(await centre.carried(client, 8), archive, centre.prefix)
 

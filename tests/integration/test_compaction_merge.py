@@ -18,7 +18,6 @@ from tests.support.compaction import Archive, rows
 
 # Kept for ever: everything that was allocated from it refers to it.
 COUNTING = pa.proxy_memory_pool(pa.default_memory_pool())
-INPUTS: dict[str, tuple[SegmentRef, ...]] = {}  # of outputs, by key
 
 
 @pytest.fixture
@@ -27,13 +26,7 @@ def archive(tmp_path: Path) -> Archive:
 
 
 def merged(archive: Archive, *inputs: SegmentRef, level: int = 1) -> MergedSegment:
-    result = merge(archive.store, Output(level, tuple(sorted(inputs, key=lambda s: (s.coverage, s.name)))))
-    INPUTS[result.ref.key] = inputs
-    return result
-
-
-def proved(archive: Archive, result: MergedSegment) -> None:
-    prove_by_reading(archive.store, supersession_of_merge(result.ref, INPUTS[result.ref.key]))
+    return merge(archive.store, Output(level, tuple(sorted(inputs, key=lambda s: (s.coverage, s.name)))))
 
 
 def replaced(batch: pa.RecordBatch, name: str, value: Callable[[int], bytes | None]) -> pa.RecordBatch:
@@ -138,7 +131,7 @@ def test_the_sample_key_is_no_content_and_the_preferred_segment_s_stays(archive:
     result = merged(archive, *inputs)
     keys = archive.table(result.ref).column("sample_key").to_pylist()
     assert (keys[:2], set(keys[10:])) == (["old", None], {"new", None})
-    proved(archive, result)
+    prove_by_reading(archive.store, supersession_of_merge(result.ref, inputs))
 
 
 def test_a_damaged_or_deleted_input_is_named_as_such_and_nothing_is_left_behind(archive: Archive):

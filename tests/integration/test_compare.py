@@ -210,15 +210,8 @@ async def test_all_feeds_of_a_site_leave_metrics_and_name_those_that_cannot_be_c
     stream, metrics = await bench.filled([b"x"] * 10), bench.root / "floe-compare.prom"
     await bench.freeze({"stream": stream})
     await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 3})
-    words = (
-        "compare",
-        "-c",
-        str(configuration(bench, {"stream": stream})),
-        SITE,
-        "--all",
-        "--metrics-textfile",
-        str(metrics),
-    )
+    config = str(configuration(bench, {"stream": stream}))
+    words = ("compare", "-c", config, SITE, "--all", "--metrics-textfile", str(metrics))
     assert [report["ok"] for report in (await ran(*words, "--json")).json()] == [True]
     series = f'floe_compare_differs{{copy="source",feed="{stream}",partition="0",site="{SITE}"}}'
     assert f"{series} 0.0" in metrics.read_text()
@@ -263,14 +256,8 @@ TARGET_COUNTS = (*COUNTS, "parked", "skipped", "out_of_order", "repeated", "wait
 
 
 async def with_target(centre: Centre, *words: str, code: int = 0) -> dict[str, Any]:
-    name = f"target={centre.target}"
-    return dict(
-        (
-            await ran(
-                "compare", "-c", str(centre.write()), "us-east/NODES", "--with", name, "--json", *words, code=code
-            )
-        ).json()
-    )
+    command = ("compare", "-c", str(centre.write()), "us-east/NODES", "--with", f"target={centre.target}", "--json")
+    return dict((await ran(*command, *words, code=code)).json())
 
 
 def of_target(report: dict[str, Any]) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from common.archive.documents import ChainDocument, ChainStore
-from common.nats.api import create_stream, stream_info
+from common.nats.api import create_stream
 from common.nats.client import FloeClient
 from common.objects.open import open_objects
 from common.settings.loader import load
@@ -31,6 +31,7 @@ from tests.support.basics import PATIENCE, SharedS3, eventually, problem_of, soo
 from tests.support.commands import configuration, spawned
 from tests.support.compaction import CHAIN, Archive, at_once
 from tests.support.egress import Bench
+from tests.support.ingress import count_in
 from tests.support.notify import ServiceManager
 from tests.support.rooms import ROOT, Room, why_no_rooms
 
@@ -336,7 +337,7 @@ async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path:
                 eventually(lambda: is_running(process, place) and "STATUS=ready" in manager.lines(), every=0.1)
                 assert manager.lines()[:2] == ["READY=1", f"MAINPID={process.pid}"]
                 manager.wait("WATCHDOG=1")
-                assert deployment.answers("/healthz")
+                eventually(lambda: deployment.answers("/healthz"))
                 assert is_unprivileged(process.pid), place.text()
                 yield process, place
                 process.send_signal(signal.SIGTERM)
@@ -346,7 +347,7 @@ async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path:
 
     async def all_there() -> bool:
         assert is_running(process, room)
-        return (await stream_info(client, deployment.target)).messages == 20
+        return await count_in(client, deployment.target) == 20
 
     await create_stream(client, {"name": deployment.stream, "subjects": [f"{deployment.stream}.>"]})
     with started(EGRESS, "site") as (process, room):

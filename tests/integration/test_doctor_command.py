@@ -41,7 +41,6 @@ RIGHTS = Path(__file__).parents[2] / "infra" / "rights"
 
 def write(folder: Path, store: dict[str, Any], nats: dict[str, Any], **document: Any) -> str:
     path = folder / f"{unique('floe')}.yaml"
-    nats = {"connect_timeout": "2s", **nats}
     path.write_text(yaml.safe_dump({"spool_dir": str(folder / "spool"), "nats": nats, "store": store, **document}))
     path.chmod(0o600)
     return str(path)
@@ -200,8 +199,7 @@ async def test_each_kind_of_missing_answer_has_a_next_step(
                 assert found[name]["meaning"]
         assert found["nats connection"]["found"] == f"E-UNAVAILABLE: a.invalid, b.invalid: {why}"
         assert found["store connection"]["found"] == f"E-UNAVAILABLE: s3.invalid: {why}"
-        some = {"url": ["nats://a.invalid", nats_url], "connect_timeout": "1s"}
-        config = write(tmp_path, s3.store(), some, **egress())
+        config = write(tmp_path, s3.store(), {"url": ["nats://a.invalid", nats_url]}, **egress())
         assert (await examined(config, code=0))["nats connection"]["state"] == "ok"
         answers.set()
     assert asked == {"unknown.invalid", "a.invalid", "b.invalid", "s3.invalid"}, "a number needs no resolver"

@@ -5,9 +5,9 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 
 from common.errors import FloeError
-from common.nats.api import stream_info
 from infra.local.nats import NatsCluster, nats_server_binary
 from infra.publish import AckedPublisher
+from tests.contract.test_publishers_cluster import leader_of
 from tests.support.basics import soon
 from tests.support.egress import Bench, connected
 from tests.support.servers import placing
@@ -32,7 +32,7 @@ async def test_a_leader_that_dies_in_an_older_cluster_and_comes_back_as_the_newe
             await soon(lambda: reaches(100))
             async with bench.egress({"stream": stream}, kv_replicas=3, lease_ttl="10s"):
                 await bench.archived_to(stream, 100)
-                leader = older.server((await stream_info(client, stream)).leader)
+                leader = await leader_of(older, client, stream)  # a busy cluster may choose one just now
                 await asyncio.to_thread(leader.kill)
                 leader.binary = nats_server_binary()
                 await asyncio.to_thread(leader.start)

@@ -60,10 +60,10 @@ async def test_an_unreachable_store_stops_the_pulling_within_the_memory_limit(be
     fail_puts(objects)
     feed = {"stream": stream, "segment": {"max_size": "1M"}}
     # Documents are small objects put by the same verbs: they must exist before the store fails.
-    async with bench.egress(feed) as running:
+    async with bench.egress(feed, lease_ttl=LONG_LEASE) as running:
         await soon(lambda: running.state(stream) == "reading")
     body = os.urandom(20_000)
-    async with bench.egress(feed, objects=objects, memory_limit="16M") as running:
+    async with bench.egress(feed, objects=objects, memory_limit="16M", lease_ttl=LONG_LEASE) as running:
         await bench.publish(stream, [body] * 4_000)
         await soon(lambda: running.state(stream) == "waiting")
         (name,) = await consumer_names(bench.client, stream)
@@ -169,10 +169,11 @@ async def test_a_stream_in_which_nothing_happens_does_not_stall(bench: Bench) ->
     async with bench.egress(feed, tuning=IMPATIENT, lease_ttl=LONG_LEASE):
         await bench.archived_to(stream, 3)
         await pause(bench, stream)  # so that no heartbeat reports that the consumer has passed them
+        before = metric("doubts_total", stream, reason="stalled")  # a server that is slow to begin may have caused one
         await bench.publish(stream, [b"x"] * 5, subject="other")
         await asyncio.sleep(2.0)
 
-    assert not metric("doubts_total", stream, reason="stalled") >= 1
+    assert metric("doubts_total", stream, reason="stalled") == before
     assert metric("stalled", stream) == 0
 
 

@@ -17,7 +17,7 @@ from egress.deps import Tuning
 from egress.evidence import StreamComparison
 from egress.session import Session
 from infra.local.nats import NatsServer
-from tests.support.basics import soon, unique
+from tests.support.basics import cancelled, soon, unique
 from tests.support.egress import SITE, Bench, connected
 
 
@@ -147,8 +147,7 @@ async def test_a_feed_that_starts_at_the_end_begins_though_its_first_message_lef
     loading = asyncio.create_task(load())
     async with bench.egress({"stream": stream, "start_at_end": True}):
         await soon(lambda: len(bench.refs(stream)) >= 3)
-    loading.cancel()
-    await asyncio.wait({loading})
+    await cancelled(loading)
     bench.check(stream, first=bench.chains.read_chain(bench.chain(stream)).first)
     assert set(bench.ledger(stream)) <= {"gone_before_read", "deleted"}
 

@@ -255,14 +255,13 @@ async def test_a_mark_or_decisions_that_cannot_be_read_stop_the_chain_and_are_fo
 
 async def test_a_feed_that_nothing_stops_is_left_alone(bench: Bench) -> None:
     stream = await bench.begun([b"x"] * 10)
-    config = str(configuration(bench, {"stream": stream}))
     shown = await resolve(bench, stream, "--json")
     assert shown.code == 0
     assert [(each["code"], each["verdict"], each["choices"]) for each in shown.json()] == [("", "same", [])]
     assert "this feed is not stopped" in await refused(bench, stream, "--new-incarnation", "--yes")
     assert "--same is not possible" in await refused(bench, stream, "--same", "--yes")
     assert "nothing is wrong with its listing" in await refused(bench, stream, "--believe-listing", "--yes")
-    none = await floe("egress", "resolve", "-c", config, "OTHER")
+    none = await resolve(bench, "OTHER", of=stream)
     assert (none.code, f"expected one of {stream}" in none.err) == (2, True)
 
 

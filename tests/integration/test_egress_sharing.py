@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-import time
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from common.settings.service import NatsSettings
 from common.tasks import Stop, cancel, first_of
 from egress.deps import Intervals, Tuning
 from egress.service import share_site
-from tests.support.basics import cancelled, soon, unique
+from tests.support.basics import PATIENCE, cancelled, soon, unique
 from tests.support.egress import QUICK, SITE, Bench, Running, connected
 from tests.support.stores import FaultyStore
 
@@ -250,20 +250,20 @@ async def test_feeds_move_to_a_second_instance_and_back_when_it_stops(bench: Ben
 
 
 @pytest.mark.real
-async def test_a_lease_that_ends_during_a_put_announces_nothing(bench: Bench) -> None:
+async def test_a_lease_that_ends_during_a_put_announces_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """F05: the object may be stored; tail and mark belong to the process that holds the lease."""
-    stream, begun = await bench.make_stream(unique("T")), list[str]()
+    stream, begun, lost = await bench.make_stream(unique("T")), list[str](), threading.Event()
 
     def slowly(real: Any, key: str, *args: Any, **kwargs: Any) -> Any:
         if key.endswith(".parquet"):
             begun.append(key)
-            time.sleep(1.5)
+            assert lost.wait(PATIENCE)
         return real(key, *args, **kwargs)
 
     objects = FaultyStore(bench.objects).on("put_if_absent", slowly).on("put", slowly)
-    kv = await KeyValue(bench.client, bench.lease_bucket, ttl=1.0).ensure()
+    kv = KeyValue(bench.client, bench.lease_bucket)  # with the patience of a bucket without a time to live
     key = state_key("egress", SITE, stream, "0")
-    running = bench.start(bench.settings({"stream": stream}, lease_ttl="1s"), SHARED, objects=objects)
+    running = bench.start(bench.settings({"stream": stream}, lease_ttl="6s"), SHARED, objects=objects)
     await soon(lambda: running.state(stream) == "reading")
     await bench.publish(stream, [b"x"] * 10)
     await soon(lambda: begun)
@@ -271,9 +271,12 @@ async def test_a_lease_that_ends_during_a_put_announces_nothing(bench: Bench) ->
     while more:
         await kv.put(key, b"somebody else")
         await asyncio.sleep(0.2)
+        if "lease lost" in caplog.text:
+            lost.set()
         more -= bool(bench.refs(stream))
     assert await bench.mark(stream) in (None, 0)
     assert not bench.chains.read_tail(bench.chain(stream))
+    await kv.delete(key)
     await soon(lambda: bench.chains.read_tail(bench.chain(stream)) == 10)
     await running.drain()
     await bench.same(stream, stream)

@@ -12,6 +12,7 @@ from msgspec import structs
 from common.archive.documents import ChainStart, StreamDocument
 from common.nats.api import stream_info
 from egress.deps import ConfirmSettings
+from egress.evidence import IdentityCheck
 from infra.local.process import free_port
 from tests.integration.test_egress_workers import parent
 from tests.support.basics import soon, unique
@@ -30,24 +31,24 @@ async def resolved(bench: Bench, stream: str, **feed: Any) -> tuple[int, list[st
 # E-SOURCE-UNSTABLE
 
 
-async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_does_not(bench: Bench) -> None:
+async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_does_not(bench, monkeypatch):
     stream = await bench.begun([b"first"] * 10)
     tuning = replace(QUICK, confirming=ConfirmSettings(times=3, span=0.6, attempts=4))
-    is_calm = asyncio.Event()
+    recreating, judge = asyncio.Lock(), IdentityCheck.judge_once
 
-    async def churn() -> None:
-        while not is_calm.is_set():
-            await bench.recreate(stream)
-            await asyncio.sleep(0.05)
+    async def judge_another(*args: Any) -> Any:
+        if not recreating.locked():
+            async with recreating:
+                await bench.recreate(stream)
+        return await judge(*args)
 
-    churning = asyncio.create_task(churn())
+    monkeypatch.setattr(IdentityCheck, "judge_once", judge_another)
     async with bench.egress({"stream": stream}, tuning=tuning) as running:
         await soon(lambda: "answers about the stream keep changing" in running.status(stream).get("why", ""))
         assert running.state(stream) == "waiting"
         assert running.status(stream)["hint"].startswith("nothing to do: egress repeats the check")
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None
-        is_calm.set()
-        await churning
+        await recreating.acquire()
         await bench.archive(stream, [b"second"] * 20, 20, incarnation=1)
     await bench.same(stream, stream, 1)
 
@@ -193,7 +194,7 @@ async def test_a_chain_another_source_closed_gets_no_more(bench: Bench, check: f
             await bench.publish(mine, [b"mine, later"] * 5)
             await bench.publish(theirs, [b"theirs"] * 6)
             await bench.archived_to(feed, 10, incarnation=1)
-            assert beside.state(feed) == "reading"
+            await soon(lambda: beside.state(feed) == "reading")
     assert (bench.end(feed), [m.payload for m in bench.messages(feed, 1)]) == (10, [b"theirs"] * 10)
     assert bench.chains.read_stream(bench.chain(feed, 2)) is None
 
@@ -224,7 +225,7 @@ async def test_with_the_source_of_the_next_incarnation_it_resumes_there(bench: B
         document = StreamDocument(info.config, info.created, {0: 10}, (ChainStart((), 11),), continues=True)
         bench.chains.create_stream(bench.chain(stream, 1), document)
         await bench.archive(stream, [b"y"] * 5, 15, incarnation=1)
-        assert running.state(stream) == "reading"
+        await soon(lambda: running.state(stream) == "reading")
     assert bench.end(stream) == 10
     bench.check(stream, 1, 11)
     assert [m.payload for m in bench.messages(stream, 1)] == [b"y"] * 5

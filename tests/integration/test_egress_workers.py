@@ -132,14 +132,6 @@ async def leases_left(bench: Bench, names: list[str]) -> list[str]:
     return [key for key in keys if await kv.get(key) is not None]
 
 
-def archived(running: Parent) -> dict[str, float]:
-    """The number of messages that each worker has archived."""
-    page, sums = running.page("metrics")[1], dict[str, float]()
-    for worker, count in re.findall(r'^floe_egress_messages_total\{worker="(\d)".*\} (.*)$', page, re.MULTILINE):
-        sums[worker] = sums.get(worker, 0) + float(count)
-    return sums
-
-
 async def seen(check: Callable[[], bool]) -> None:
     """Wait until `check`, which asks for pages, is true."""
     await soon(lambda: asyncio.to_thread(check), every=0.2)
@@ -171,12 +163,14 @@ async def test_two_workers_share_the_feeds_look_like_one_from_outside_and_flush_
         done = await floe("egress", "flush", "-c", str(config), "--json")
         assert (done.code, [row["last"] for row in done.json()]) == (0, [90] * 4)
 
-        def is_counted() -> bool:
-            sums = archived(running)
-            return sum(sums.values()) == 360 and min(sums.get(worker, 0) for worker in "01") >= 120
+        def counted() -> str:
+            """Return the metrics once they are of both workers, with all that these have archived."""
+            page = running.page("metrics")[1]
+            rows = re.findall(r'^floe_egress_messages_total\{worker="(\d)".*\} (.*)$', page, re.MULTILINE)
+            sums = [sum(float(count) for each, count in rows if each == worker) for worker in "01"]
+            return page if sum(sums) == 360 and min(sums) >= 120 else ""
 
-        await seen(is_counted)
-        page = await running.answer("metrics", 200)
+        page = await soon(lambda: asyncio.to_thread(counted), every=0.2)
         assert page.count("# TYPE floe_egress_messages_total counter") == 1
         assert 'floe_egress_worker_running{worker="1"} 1.0' in page
         assert not re.search(r"^floe_egress_share\{site", page, re.MULTILINE), "the parent has no feeds"

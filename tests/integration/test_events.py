@@ -146,7 +146,8 @@ async def test_a_standby_leaves_the_queue_to_the_others(sqs: SqsServer, monkeypa
     async with beside(follow_queue(queue_of(sqs, name), standby, SystemClock())):
         await asyncio.to_thread(sqs.send, name, *map(str, range(20)))
         async with beside(follow_queue(queue_of(sqs, name), carrying, SystemClock())):
-            await soon(lambda: len(carrying.taken) == 20)
+            # One that is deleted too late comes again.
+            await soon(lambda: len({*carrying.taken}) == 20)
         assert standby.taken == []
 
         standby.is_active = True
@@ -266,7 +267,8 @@ async def test_segments_arrive_by_notifications_alone_and_a_lost_one_by_the_next
         archive = S3Archive(store_config(s3, bucket, notifying.url), direct)
         archive.quiet.put(rows_of(1, 10))
         centre = S3Centre(tmp_path, archive, direct, nats_url, f"nats://{subject}")
-        async with centre.running() as health:
+        # A target whose lease expires on a busy machine lists when it begins again.
+        async with centre.running(lease_ttl="1m") as health:
             await centre.carried(client, 10)
             await soon(lambda: health.status()["parts"].get("events", {}).get("state") == "listening")
 
@@ -288,8 +290,7 @@ async def test_segments_arrive_by_notifications_alone_and_a_lost_one_by_the_next
                 client.send(frame(subject.encode(), forged))
                 client.send(frame(subject.encode(), b"[" * 5000))
             check_exact(await centre.carried(client, 30), archive, centre.prefix)
-            await soon(lambda: notified("woke") >= before + 100)
-            assert notified("spoiled") >= 100
+            await soon(lambda: notified("woke") >= before + 100 and notified("spoiled") >= 100)
 
             # A chain that is not known yet.
             other = Chain("eu-west", "NODES")

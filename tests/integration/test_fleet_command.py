@@ -14,12 +14,13 @@ from msgspec import structs
 from common.archive.documents import ChainDocument
 from common.chain import Chain
 from common.clock import SystemClock
-from common.nats.client import FloeClient, frame
+from common.nats.client import FloeClient
 from egress.advisories.advisory import Advisory, AdvisoryEvent, build_document
 from egress.sampling import fleet as of_fleet
 from egress.sampling.fleet import fleet
 from egress.sampling.sampler import Sampler
 from infra.local.process import free_port
+from tests.support.basics import PATIENCE
 from tests.support.sampling import CHAIN, FEED, SECOND, SITE, START_NS, SampledArchive, columns_of, fold, sent
 
 
@@ -182,11 +183,10 @@ async def test_advisories_continue_the_snapshots(site: Site, client: FloeClient,
     events = (("a", AdvisoryEvent.TIMEOUT, 0, 50), ("new", AdvisoryEvent.NEW, 70, 70), ("new", "expire", 70, 170))
     for value, event, seen, at in (*events, ("b", AdvisoryEvent.TIMEOUT, 1, 2)):  # the last one before the snapshot
         advisory = Advisory(AdvisoryEvent(event), value, START_NS + seen * SECOND, START_NS + at * SECOND)
-        client.send(frame(b"advice", build_document(CHAIN, "sender", advisory).to_json(), None))
+        await client.request_raw(b"advice", build_document(CHAIN, "sender", advisory).to_json(), timeout=PATIENCE)
     foreign = structs.replace(build_document(CHAIN, "sender", advisory), replicator="x\n")
     for document in (foreign, structs.replace(foreign, value="never", seen=10**18)):
-        client.send(frame(b"advice", document.to_json(), None))
-    await client.flush_writes()
+        await client.request_raw(b"advice", document.to_json(), timeout=PATIENCE)
     assert {row[1]: row[3] for row in await asyncio.to_thread(site.fleet, SITE, "--advisories", "ADVICE")} == {
         "a": "silent", "b": "active", "new": "expired",
     }  # fmt: skip

@@ -15,8 +15,8 @@ from common.sequences import MAX_SEQUENCE, SequenceRange
 from ingress.checkpoint import Checkpoint, StateStore, TargetState
 from ingress.operator.holes import find_blocking_hole, read_cover
 from tests.support.basics import soon
-from tests.support.commands import Done, floe, invoke, run_here
-from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
+from tests.support.commands import Done, floe, invoke, ran, run_here
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, closed_at, rows_of
 
 LATER = CHAIN.next_incarnation()
 
@@ -109,12 +109,6 @@ def test_a_missing_feed_is_an_error_that_lists_the_known_ones(holed: Archive) ->
 # Segments behind the end of an incarnation
 
 
-async def paste(line: str, *more: str) -> Done:
-    done = await floe(*shlex.split(line)[1:], *more)
-    assert done.code == 0, done
-    return done
-
-
 async def test_rows_behind_the_end_of_an_incarnation_are_named_and_carried_or_accepted(
     nats_url: str, client: FloeClient, tmp_path: Path
 ) -> None:
@@ -124,7 +118,7 @@ async def test_rows_behind_the_end_of_an_incarnation_are_named_and_carried_or_ac
     archive.put(rows_of(1, 5, LATER), chain=LATER)
     centre = Centre(tmp_path, archive, nats_url)
     async with centre.running():
-        await centre.carried(client, 15)
+        await closed_at(client, centre, 15)
         archive.put(rows_of(11, 20))
         archive.put(rows_of(31, 34))
     config = str(centre.write())
@@ -143,11 +137,11 @@ async def test_rows_behind_the_end_of_an_incarnation_are_named_and_carried_or_ac
     assert (old["lag_sequences"], old["phase"]) == (0, "done")
     carried, given_up = commands[::2], commands[1::2]
     for line in carried:
-        await paste(line)
+        await ran(*shlex.split(line)[1:])
     stream = "NODES_0000"
     assert [each.message.sequence for each in await arrived(client, stream)] == [*range(11, 21), *range(31, 35)]
     for line in given_up:
-        await paste(line, "--yes")
+        await ran(*shlex.split(line)[1:], "--yes")
     assert ((await invoke(*verify)).code, (await status())[0]["why"]) == (0, "")
     await client.api(f"STREAM.DELETE.{stream}")
 

@@ -115,7 +115,7 @@ async def test_an_operator_has_its_rights(centre: Guarded, server: NatsServer, c
     centre.archive.put(with_large(501, 520, {510: 2000}))
     await make_limited(client, centre)
     async with centre.running():
-        await centre.carried(client, 519)
+        await closed_at(client, centre, 519)
     centre.user = "operator"
     config = ["-c", str(centre.write())]
     chain = ["--target", centre.target, "us-east/NODES"]

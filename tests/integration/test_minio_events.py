@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -85,9 +84,7 @@ async def test_a_segment_in_minio_wakes_ingress_long_before_its_poll(
         for round_ in range(1, 4):
             before = woke()
             await asyncio.to_thread(archive.put, rows_of(round_ * 10 + 1, round_ * 10 + 10))
-            put = time.perf_counter()
             await centre.carried(client, round_ * 10 + 10)
-            print(f"carried {(time.perf_counter() - put) * 1000:.0f} ms after the put")
             await soon(lambda before=before: woke() > before)
         check_exact(await centre.carried(client, 40), archive, centre.prefix)
 

@@ -13,13 +13,16 @@ from common.nats.api import create_consumer, query, stream_info
 from common.nats.client import FloeClient
 from infra.local.nats import NatsServer, nats_server_binary
 from tests.support import restoring as back
-from tests.support.basics import soak_only, soon
+from tests.support.basics import soak_only, soon, unique
 from tests.support.commands import configuration, floe, ran
 from tests.support.egress import Bench
 from tests.support.nats_cli import nats, require_nats
 from tests.support.servers import connected
 
 pytestmark = pytest.mark.servers
+
+#: Leases of commands, apart from those of egress: work in a busy process may be late.
+LEASES = {"lease_bucket": unique("L"), "lease_ttl": "10s"}
 
 
 async def used(bench: Bench, count: int) -> str:
@@ -81,7 +84,7 @@ async def test_a_stream_goes_through_a_backup_and_back(alone: tuple[Bench, NatsS
     feed = {"stream": stream, "name": "again"}
     await bench.freeze(feed)
     await bench.delete_stream(stream)
-    await ran("restore", "-c", str(configuration(bench, feed)), "site/again", "--yes")
+    await ran("restore", "-c", str(configuration(bench, feed, **LEASES)), "site/again", "--yes")
     assert await back.contents(bench, stream) == before
     assert await back.state(bench, stream) == done_state(before, last)
 
@@ -103,7 +106,7 @@ async def test_an_archive_begins_with_a_backup_of_any_server(tmp_path: Path, ver
             await bench.publish(stream, [b"later"] * 5)
             await client.api(f"STREAM.PURGE.{stream}", {"seq": 400})
 
-            file = str(configuration(bench, {"stream": stream}))
+            file = str(configuration(bench, {"stream": stream}, **LEASES))
             done = (await ran("import", "-c", file, str(folder), f"site/{stream}", "--json")).json()
             assert (done["messages"], done["left_out"], done["leftover"]) == (len(before), 0, "")
             assert bench.messages(stream) == before
@@ -151,7 +154,7 @@ async def test_what_cannot_be_imported_or_exported_is_refused_by_name(bench: Ben
     sampled = {"stream": stream, "name": "s", "inspect_field": "a", "inspect_duration": "1h"}
     parts = {"stream": stream, "name": "p", "partitions": ["a", "b"]}
     other = {"stream": "OTHER", "name": "o"}
-    file = str(configuration(bench, {"stream": stream}, sampled, parts, other))
+    file = str(configuration(bench, {"stream": stream}, sampled, parts, other, **LEASES))
     empty, damaged = tmp_path / "empty", tmp_path / "damaged"
     empty.mkdir()
     damaged.mkdir()
@@ -183,7 +186,7 @@ async def test_a_part_is_exported_and_a_killed_export_is_no_backup(bench: Bench,
     stream = await bench.filled([b"%d" % n for n in range(14)])
     await bench.publish(stream, [b"%d" % n for n in range(6)], subject="b")
     await back.archived(bench, stream)
-    file, folder = str(configuration(bench, {"stream": stream})), str(tmp_path / "b")
+    file, folder = str(configuration(bench, {"stream": stream}, **LEASES)), str(tmp_path / "b")
     words = "export", "-c", file, f"site/{stream}", folder, "--to-sequence", "15"
     shown = (await ran(*words, "--dry-run", "--json")).json()
     assert (shown["rows"], shown["end"], os.path.exists(folder)) == (15, 15, False)
@@ -193,6 +196,6 @@ async def test_a_part_is_exported_and_a_killed_export_is_no_backup(bench: Bench,
     assert re.search(rf"stream {stream}: 15 messages, .* in {re.escape(folder)}", done.out), done
     assert "a backup holds no time of creation" in done.err
     narrow = {"stream": stream, "name": "narrow", "filter_subject": f"{stream}.b"}
-    await ran("import", "-c", str(configuration(bench, narrow)), folder, "site/narrow")
+    await ran("import", "-c", str(configuration(bench, narrow, **LEASES)), folder, "site/narrow")
     await ran("import", "-c", file, folder, "site/part")
     assert [[m.sequence for m in bench.messages(feed)] for feed in ("narrow", "part")] == [[15], [*range(1, 16)]]

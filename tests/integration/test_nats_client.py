@@ -1,9 +1,7 @@
 """The connection, streams and consumers of a real server: reads are exact, and writes have no other effect."""
 
 import asyncio
-import json
 import os
-from typing import Any
 
 import pytest
 
@@ -11,7 +9,6 @@ from common.archive.segment import Message
 from common.errors import OutcomeUnknown, Unavailable
 from common.nats.api import create_consumer, create_stream, stream_info
 from common.nats.client import ApiError, FloeClient, frame
-from common.nats.headers import Provenance
 from common.nats.pull import get_message
 from infra.local.nats import NatsServer
 from infra.publish import KINDS, REQUIRED_SETTINGS, publish_awkward
@@ -72,9 +69,9 @@ async def test_payloads_of_the_greatest_size_pass_until_a_subscription_ends(clie
 
 async def test_no_responder_refusal_and_silence_differ(client: FloeClient):
     with pytest.raises(Unavailable, match="no server answers"):
-        await client.request_raw(b"nobody.here", b"", timeout=2)
+        await client.request_raw(b"nobody.here", b"", timeout=PATIENCE)
     with pytest.raises(ApiError, match="stream not found") as caught:
-        await client.api("STREAM.INFO.NONE")
+        await client.api("STREAM.INFO.NONE", timeout=PATIENCE)
     assert (caught.value.status, caught.value.err_code, caught.value.code) == (404, 10059, "E-JS-10059")
     silent = unique("s")
     await collect(client, silent)
@@ -87,25 +84,7 @@ async def test_an_answer_that_is_no_json_is_an_unknown_outcome(client: FloeClien
     await client.subscribe_raw(subject, lambda _s, reply, _p, _h: client.send(frame(reply, b"<html>")))
     monkeypatch.setattr(client, "api_subject", lambda _: subject)
     with pytest.raises(OutcomeUnknown, match="expected a JSON object"):
-        await client.api("STREAM.INFO.NONE")
-
-
-HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)
-
-
-async def new_stream(client: FloeClient, **config: Any) -> str:
-    stream = unique("S")
-    await place(client, {"name": stream, "subjects": [f"{stream}.>"], **config})
-    return stream
-
-
-async def publish(
-    client: FloeClient, subject: str | bytes, payload: bytes = b"", headers: bytes | None = None
-) -> dict[str, Any]:
-    """Publish, and return the acknowledgement, or the refusal as the server words it."""
-    raw = subject.encode() if isinstance(subject, str) else subject
-    answer, _ = await client.request_raw(raw, payload, headers, timeout=PATIENCE)
-    return dict(json.loads(answer))
+        await client.api("STREAM.INFO.NONE", timeout=PATIENCE)
 
 
 def block(*lines: bytes) -> bytes:
@@ -119,11 +98,12 @@ async def test_a_name_that_is_no_token_never_reaches_the_api(client: FloeClient)
 
 
 async def test_reads_messages_exactly(client: FloeClient):
-    stream = await new_stream(client)
+    stream = unique("S")
+    await place(client, {"name": stream, "subjects": [f"{stream}.>"]})
     blocks, payloads = [None, block(), block(b"A: 1", b"a:2", b"A: \xff ")], [b"", b"\x00\xff"]
     sent = [(f"{stream}.".encode() + b"\xff\xfe", headers, payload) for headers in blocks for payload in payloads]
     for subject, headers, payload in sent:
-        await publish(client, subject, payload, headers)
+        await client.request_raw(subject, payload, headers, timeout=PATIENCE)
     found = [await get_message(client, stream, number) for number in range(1, len(sent) + 1)]
     assert found == [Message(number, found[number - 1].timestamp_ns, *each) for number, each in enumerate(sent, 1)]
     delivered = await deliver(client, stream)
@@ -153,7 +133,7 @@ async def test_both_layouts_of_replies_are_those_of_a_server():
         with NatsServer(extra=f"feature_flags {{ js_ack_fc_v2: {flag} }}") as server:
             async with client_of(server.url) as client:
                 await create_stream(client, {"name": "S", "subjects": ["s"], "first_seq": 7})
-                await publish(client, "s", b"1")
+                await client.request_raw(b"s", b"1", timeout=PATIENCE)
                 [(_, reply, _, _)] = await deliver(client, "S")
                 stored, ack = await get_message(client, "S", 7), parse_ack(reply)
                 assert (reply.count(b"."), ack) == (dots, AckReply("S", ack.consumer, 7, 1, stored.timestamp_ns, 0))

@@ -119,7 +119,7 @@ async def test_a_tree_of_sampled_relays_brings_each_sender_once_in_the_period_of
                 await stack.enter_async_context(world.egress("region", sampled(fleet, centre_s, relay=True)))
                 centre = world.centre(all_, {"site": "region", "feed": fleet, "subject_prefix": all_})
                 await stack.enter_async_context(centre.running())
-        published, *levels = [await world.messages(stream) for stream in (nodes, fleet, all_)]
+        published, *levels = [await world.holds(stream, len(senders)) for stream in (nodes, fleet, all_)]
 
     for read, found, period in zip((published, levels[0]), levels, (region_s, centre_s), strict=True):
         kept = {parse_provenances(each.headers)[0].sequence for each in found}

@@ -19,7 +19,7 @@ from common.service import process
 from common.tasks import Stop
 from ingress.recovery.request import Pace, ReplayOptions
 from ingress.recovery.target import receipt_key
-from tests.support.basics import PATIENCE
+from tests.support.basics import PATIENCE, soon
 from tests.support.commands import Done, invoke, ran
 from tests.support.ingress import CHAIN, count_in, rows_of
 from tests.support.replay import World
@@ -82,9 +82,7 @@ async def half_way(world: World, **asked: Any) -> None:
 
     async with work.open_connection() as client:
         running = asyncio.create_task(work.run(client, stop))
-        async with asyncio.timeout(PATIENCE):
-            while not await count_in(world.client, world.target):
-                await asyncio.sleep(0.01)
+        await soon(lambda: count_in(world.client, world.target), every=0.01)
         stop.set()
         assert not (await running).finished
 

@@ -91,8 +91,7 @@ async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer
     await bench.publish(stream, [b"next"])
     assert await bench.last(stream) == last + 1
     await asyncio.to_thread(server.restart)
-    await soon(lambda: bench.client.is_up)
-    assert (await back.contents(bench, stream))[:-1] == before[0]
+    assert (await soon(lambda: back.contents(bench, stream)))[:-1] == before[0]
 
 
 async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
@@ -194,10 +193,7 @@ async def holds(bench: Bench, stream: str, count: int) -> bool:
 
 async def in_three(bench: Bench) -> tuple[str, list[Message], list[SegmentRef]]:
     """A lost stream of 300 messages, and the three segments that hold it."""
-    stream = await bench.make_stream(unique("R"))
-    async with bench.egress({"stream": stream}):
-        for n in range(3):
-            await bench.archive(stream, [b"%d" % (n * 100 + i) * 20 for i in range(100)], (n + 1) * 100)
+    stream = await bench.begun([b"%d" % n * 20 for n in range(300)], {"max_age": "1h", "max_messages": 100})
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
     return stream, before, bench.refs(stream)
@@ -402,6 +398,7 @@ async def reaching(bench: Bench, **config: Any) -> tuple[str, list[Message], lis
     await soon(lambda: has_delivered(bench, stream, 3))
     for each in subscriptions:
         await each.unsubscribe()
+    await soon(lambda: is_unheard(bench, stream))
     await bench.publish(stream, [b"4", b"5", b"6"])
     before = await loses(bench, stream)
     await bench.client.subscribe_raw(f"push.first.{stream}", lambda _s, _r, payload, _h: received.append(payload))
@@ -410,6 +407,11 @@ async def reaching(bench: Bench, **config: Any) -> tuple[str, list[Message], lis
 
 async def has_delivered(bench: Bench, stream: str, sequence: int) -> bool:
     return {at[1] for at in (await back.positions(bench, stream)).values()} == {sequence}
+
+
+async def is_unheard(bench: Bench, stream: str) -> bool:
+    """True once each push consumer knows that nobody listens: until then it would deliver."""
+    return not any(each.get("push_bound") for each in await list_consumers(bench.client, stream))
 
 
 async def deliveries(bench: Bench, stream: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from common.archive.segment import Message
 from common.clock import SystemClock
-from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
+from common.errors import FloeError, Refused, Unavailable
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer, create_stream, list_consumers, stream_info
 from common.nats.client import frame
 from common.nats.pull import StartAt, scan
@@ -18,7 +18,8 @@ from common.nats.restore import ArchiveUpload
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from infra.rights import ROLES, RightsNames, SubjectRights, nats_conf
 from tests.support import restoring as back
-from tests.support.basics import answered, soak_only, soon, unique
+from tests.support.basics import PATIENCE, answered, soak_only, soon, unique
+from tests.support.clock import ManualClock
 from tests.support.egress import Bench, bench_of
 
 pytestmark = pytest.mark.servers
@@ -30,7 +31,7 @@ async def lost(bench: Bench, count: int = 300, **config: object) -> tuple[str, l
     replicas = 3 if config.get("retention") == "interest" else 0  # the server demands as many as of the stream
     for name in ("one", "two"):
         pulled = {"durable_name": name, "ack_policy": "explicit", "num_replicas": replicas}
-        await answered(lambda to=pulled: create_consumer(bench.client, stream, to), OutcomeUnknown)
+        await answered(lambda to=pulled: create_consumer(bench.client, stream, to))
     await bench.publish(stream, [b"%d" % n * (n % 40) for n in range(count)])
     await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": count})
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 11})
@@ -67,8 +68,15 @@ async def test_a_restore_that_the_servers_still_abort_is_waited_for(clustered: B
     await back.comes_back(bench, stream, before)
 
 
-async def test_the_first_bytes_wait_until_a_server_passes_them_on(clustered: Bench) -> None:
+async def test_the_first_bytes_wait_until_a_server_passes_them_on(
+    clustered: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench, subject = clustered, unique("late")
+    async with aclosing(ArchiveUpload(bench.client, "S", unique("never"), ManualClock())) as upload:
+        await upload.send(b"head")
+        with pytest.raises(Unavailable, match="is gone"):
+            await upload.finish()
+    monkeypatch.setattr("common.nats.restore.FIRST_PIECE_TIMEOUT_S", PATIENCE)
     async with aclosing(ArchiveUpload(bench.client, "S", subject, SystemClock())) as upload:
         await upload.send(b"head")
         begun = asyncio.create_task(upload.finish())
@@ -82,10 +90,6 @@ async def test_the_first_bytes_wait_until_a_server_passes_them_on(clustered: Ben
         await bench.client.subscribe_raw(subject, answer)
         await begun
     assert got == [b"head", b""]
-    async with aclosing(ArchiveUpload(bench.client, "S", unique("never"), SystemClock())) as upload:
-        await upload.send(b"head")
-        with pytest.raises(Unavailable, match="is gone"):
-            await upload.finish()
 
 
 POINTS = ("sending", "sent", "filled", "settled", "compared", "recorded")  # in the order of a restore
@@ -145,7 +149,7 @@ async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarde
         monkeypatch.setattr(f"ingress.recovery.{module}.failpoint", leaders.at)
     for points in moments:
         leaders.waiting = {*points}
-        report = await answered(lambda: back.restored(bench, stream), Unavailable, OutcomeUnknown)  # it ends with 75
+        report = await answered(lambda: back.restored(bench, stream))  # it ends with 75
         assert report.exit_code == 0, [*report.lines()]
         assert (sorted(report.comparison.copies), leaders.waiting) == (servers, set())
         for server in servers:
@@ -174,7 +178,7 @@ async def pushes_and_skips(bench: Bench, **config: object) -> None:
     """A lost stream with a push consumer, archived up to 20 and seen at 30: it delivers again, and continues at 31."""
     stream, received = await bench.make_stream(unique("R"), storage="file", **config), list[bytes]()
     pushed = {"durable_name": "push", "ack_policy": "none", "deliver_subject": f"push.{stream}"}
-    await create_consumer(bench.client, stream, pushed)
+    await answered(lambda: create_consumer(bench.client, stream, pushed))
     await bench.publish(stream, [b"%d" % n for n in range(20)])
     await bench.freeze({"stream": stream})
     await bench.publish(stream, [b"lost"] * 10)

@@ -248,7 +248,7 @@ async def cleared(pen: Pen) -> None:
 def stored(*removed: str, **put: bytes) -> Act:
     async def act(pen: Pen) -> None:
         client = await nats.connect(str(pen.bench.url))
-        objects = await client.jetstream().object_store(pen.stream.removeprefix("OBJ_"))
+        objects = await client.jetstream(timeout=PATIENCE).object_store(pen.stream.removeprefix("OBJ_"))
         for name in removed:
             await objects.delete(name)
         for name, content in put.items():

@@ -33,12 +33,8 @@ def ranges(archive: Archive) -> list[str]:
 
 async def reported_at(archive: Archive, centre: Centre, at: int) -> None:
     """Wait until the target reports this position."""
-
-    def is_there() -> bool:
-        found = archive.documents.read_positions(centre.target)
-        return found is not None and found.positions.get(CHAIN) == at
-
-    await soon(is_there)
+    read = archive.documents.read_positions
+    await soon(lambda: (found := read(centre.target)) is not None and found.positions.get(CHAIN) == at)
 
 
 @pytest.mark.real

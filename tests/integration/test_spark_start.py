@@ -171,10 +171,8 @@ def test_submit_and_environment_name_their_needs(tmp_path: Path, path: dict[str,
     [line] = ran("submit.sh", "yarn", env=path, code=2)
     assert line.startswith("expected a master and a command of floe")
     stub(tmp_path / "bare", "python", "exit 1")
-    assert (
-        "expected floe-jetstream"
-        in ran("submit.sh", "yarn", "compact", env=path | {"FLOE_PYTHON": f"{tmp_path}/bare/python"}, code=78)[-1]
-    )
+    bare = path | {"FLOE_PYTHON": f"{tmp_path}/bare/python"}
+    assert "expected floe-jetstream" in ran("submit.sh", "yarn", "compact", env=bare, code=78)[-1]
 
     [line] = ran("environment.sh", "environment.tar", env=path, code=2)
     assert "expected a name that ends with .tar.gz" in line

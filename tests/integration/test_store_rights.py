@@ -91,7 +91,8 @@ class Roles:
             keys, url = self._limited.keys[role], self.guards[role].url
         store = {"url": "s3://floe", "endpoint_url": url, "region": "us-east-1", "subject_statistics": False}
         shared = {name: f"{name[0].upper()}{self._suffix}" for name in ("state_bucket", "lease_bucket")}
-        shared |= {"monitor": {"listen": ""}, "lease_ttl": "2s"}
+        # A command that asks for the holder of a lease fails if a busy machine lets it expire.
+        shared |= {"monitor": {"listen": ""}, "lease_ttl": "10s"}
         feeds = [{"name": "NODES", "stream": self.stream, "segment": {"max_age": "1s", "max_messages": 50}, **feed}]
         source = {"site": SITE, "feed": "NODES", "subject_prefix": self.target}
         target = {"stream": self.target, "create": {"subjects": [f"{self.target}.>"]}, "sources": [source]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -47,16 +46,11 @@ class Stream:
         for subject in subjects:
             self.client.send(frame(subject, b"x"))
         first, self.last = self.last + 1, self.last + len(subjects)
-
-        while not await self._is_there():
-            await asyncio.sleep(0.01)
-        return [await self._message(sequence) for sequence in range(first, self.last + 1)]
+        await soon(self._is_there)
+        return [(await get_message(self.client, self.name, n)).subject for n in range(first, self.last + 1)]
 
     async def _is_there(self) -> bool:
         return int((await query(self.client, f"STREAM.INFO.{self.name}"))["state"]["last_seq"]) >= self.last
-
-    async def _message(self, sequence: int) -> bytes:
-        return (await get_message(self.client, self.name, sequence)).subject
 
 
 def a_source(rng: random.Random, name: str) -> str:

@@ -120,7 +120,7 @@ async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     reply = Reply(replies.subject())
     Throw(monkeypatch, type(reply), "mark_lost")
     replies.listen(reply)
-    await replies.wait_for_ack(reply, Expected("S", 1), 10)
+    await replies.wait_for_ack(reply, Expected("S", 1), PATIENCE)
 
 
 async def notified(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_loss_of_the_connection_or_its_answers_ends_the_service(
             throw.left = 1
             if owner is FloeClient:
                 proxy.cut()
-                await asyncio.sleep(10)
+                await asyncio.sleep(PATIENCE)
             await stream_info(client, "NONE")
 
     with pytest.raises(UnexpectedError, match="no room"):

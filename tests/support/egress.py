@@ -98,7 +98,7 @@ class Bench:
         own = {"feeds": [*feeds], "lease_bucket": self.lease_bucket, "state_bucket": self.state_bucket}
         # Of the streams of other tests on this server nothing is logged.
         others = {} if any("streams" in feed for feed in feeds) else {"not_archived": ["*"]}
-        egress = {**own, "lease_ttl": "2s", "shutdown_timeout": "10s", **others, **egress}
+        egress = {**own, "lease_ttl": "2s", "shutdown_timeout": "1m", **others, **egress}
         store = {"store": self.store_config, "spool_dir": str(self.root / "spool")}
         return {"site": SITE, "nats": {"url": self.url}, **store, "egress": egress}
 
@@ -368,7 +368,7 @@ class Partitioned:
         return Closings(await KeyValue(self.bench.client, self.bench.state_bucket).ensure())
 
     @asynccontextmanager
-    async def away(self, partition: int, ttl: float = 2.0) -> AsyncIterator[None]:
+    async def away(self, partition: int, ttl: float) -> AsyncIterator[None]:
         """Hold the lease of the partition as another instance that does nothing, in a thread of its own: so that it
         works on a busy machine too.
         """

@@ -20,7 +20,7 @@ MOST = 2
 KINDS = ("pure", "simulated", "real", "soak")
 
 _REAL_MARKS = ("servers", "spark", "real")
-_REAL_FIXTURES = {"nats_server", "nats_url", "s3", "cluster", "alone"}
+_REAL_FIXTURES = {"nats_server", "nats_url", "s3", "cluster", "alone", "limited"}
 _REAL_FOLDERS = {"acceptance", "crash"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partialmethod
@@ -33,6 +34,7 @@ class FaultyStore:
         self._objects = objects
         self._faults: dict[tuple[str, int | None], Fault] = {}
         self.calls: Counter[str] = Counter()
+        self._lock = threading.Lock()
         self.keys: list[tuple[str, str]] = []
 
     def on(self, verb: str, fault: Fault, *, nth: int | None = None) -> FaultyStore:
@@ -48,9 +50,11 @@ class FaultyStore:
         real = getattr(self._objects, verb)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls[verb] += 1
+            with self._lock:
+                self.calls[verb] += 1
+                nth = self.calls[verb]
             self.keys.append((verb, args[0]))
-            fault = self._faults.get((verb, self.calls[verb])) or self._faults.get((verb, None))
+            fault = self._faults.get((verb, nth)) or self._faults.get((verb, None))
             return fault(real, *args, **kwargs) if fault else real(*args, **kwargs)
 
         return call
