@@ -318,7 +318,7 @@ class BackupImport:
         return StreamDocument(self._backup.config, info.created, None, starts, stream_first=first, importing=digest)
 
     async def _judge(self, current: Incarnation, worker: Worker) -> ReadContext:
-        context, _ = await worker.judge_whole(current)
+        context = await worker.judge_whole(current)
         self._archive = context.archive
         return context
 

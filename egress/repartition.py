@@ -199,7 +199,7 @@ class Repartition:
 
     async def _judge(self, partition: Partition, worker: Worker) -> ReadContext:
         """Return `Worker.judge_whole`, if the incarnation is still open. Raises as it does, and Unavailable."""
-        context, _ = await worker.judge_whole(current := await self._load(partition))
+        context = await worker.judge_whole(current := await self._load(partition))
         closing = await worker.handover.closing(current)
         if not await worker.handover.reopen(current, closing):
             raise Unavailable(

@@ -8,7 +8,7 @@ with the other partitions of the feed.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.chain import Chain
@@ -140,13 +140,13 @@ MIN_MAX_AGE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Findings of a round: the incarnation, its archive, the progress of its closing, the evidence, the verdict."""
+    """Findings about the stream of `current`. `closing`: its progress; none for commands, which close nothing."""
 
     current: Incarnation
     archive: Archive
-    closing: Closing
     evidence: Evidence
     verdict: SourceVerdict
+    closing: Closing = field(default_factory=Closing)
 
     @property
     def decision(self) -> EndDecision | None:
@@ -230,7 +230,7 @@ class Worker:
             await self._put_unput(lease)  # into the history that it came from, before that is closed
             await self._end_incarnation(found, lease, stop)
         else:
-            raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
+            raise await self._stopped(found)
 
     async def _judge(self, current: Incarnation, archive: Archive, closing: Closing, stop: Stop) -> Findings | None:
         """Judge the stream. None if `stop` came first and no segment is left that would depend on the verdict."""
@@ -241,7 +241,7 @@ class Worker:
         evidence, verdict = answer
         verdict = self.handover.adopt_sibling_verdict(evidence, verdict, closing)
         self._report.record_verdict(evidence, verdict)
-        return Findings(current, archive, closing, evidence, verdict)
+        return Findings(current, archive, evidence, verdict, closing)
 
     async def judge_stream(self, current: Incarnation, archive: Archive) -> tuple[Evidence, SourceVerdict]:
         document = identity_of(self._deps.state, current.chain)
@@ -269,7 +269,7 @@ class Worker:
         decision, source = found.decision, found.evidence.source
         halts = self._partition.settings.on_recreated == "halt"
         if source is None or (halts and decision is None):
-            raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
+            raise await self._stopped(found)
         if decision is None:
             await self._incarnations.check_interval(found.current.chain, source.first)
         await self._close(found, lease, stop)
@@ -392,7 +392,7 @@ class Worker:
         chain = self._partition.chain
         raise Unavailable(f"{chain}: stopped before it was read up to sequence {last}", hint="try again")
 
-    async def judge_whole(self, current: Incarnation) -> tuple[ReadContext, SourceVerdict]:
+    async def judge_whole(self, current: Incarnation) -> ReadContext:
         """Return the archive with all holes, and the judged source, for `read_up_to`: no later session reads them.
 
         Raises Stopped if the stream is not the same.
@@ -401,9 +401,9 @@ class Worker:
         await archive.load_all()
         evidence, verdict = await self.judge_stream(current, archive)
         if not verdict.is_same or evidence.source is None:
-            raise await self.stopped(current, archive, evidence, verdict)
+            raise await self._stopped(Findings(current, archive, evidence, verdict))
         self.discard()
-        return ReadContext(current, archive, evidence.source), verdict
+        return ReadContext(current, archive, evidence.source)
 
     async def _resume(self, position: Position, context: ReadContext) -> ResumedSampler:
         deps, chain = self._deps, context.current.chain
@@ -418,11 +418,10 @@ class Worker:
         else:
             await wait_for(stop, self._backoff.next_delay())
 
-    async def stopped(
-        self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
-    ) -> Stopped:
-        proposal = await self.identity.proposal(current, archive, evidence, verdict)
-        return verdict_error(self._partition, current.chain, evidence, verdict, proposal and proposal.first)
+    async def _stopped(self, found: Findings) -> Stopped:
+        proposal = await self.identity.proposal(found.current, found.archive, found.evidence, found.verdict)
+        first = proposal and proposal.first
+        return verdict_error(self._partition, found.current.chain, found.evidence, found.verdict, first)
 
     # The current incarnation
 
@@ -505,7 +504,7 @@ class Worker:
             return
         archive = await self._open_archive(found.current)
         if (first := self._next_first(archive, found.verdict, decision)) is None:
-            raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
+            raise await self._stopped(found)
         require_lease(lease, archive)
         closing = await self.handover.close(found.current, archive, info, first, decision)
         if closing.next is None:
