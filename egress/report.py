@@ -11,7 +11,7 @@ from prometheus_client import Gauge
 
 from common.archive.documents import SnapshotRef
 from common.archive.heartbeats import STANDBY, ChainHeartbeat
-from common.archive.segment import UNREAD_REASONS, Reason
+from common.archive.segment import Reason
 from common.archive.store import quarantine_command
 from common.archive.writer import SpooledSegment
 from common.chain import Chain
@@ -125,8 +125,7 @@ class FeedReport:
         self._open: Callable[[], OpenSegment | None] = lambda: None
         self._status["open_segment"] = self._open_segment  # called when the page is requested
         show_zeros("egress_", site=feed.site, feed=feed.feed, partition=str(feed.partition))
-        for prefix in ("egress_", "segment_"):
-            show_zeros(prefix, site=feed.site, feed=feed.feed)
+        show_zeros("segment_", site=feed.site, feed=feed.feed)
         metrics.expiry.labels(*self._labels).set_function(lambda: self._seconds_left())
         figures = (metrics.open_messages, "messages"), (metrics.open_bytes, "size"), (metrics.open_age, "age")
         for gauge, field in figures:
@@ -142,8 +141,6 @@ class FeedReport:
         )
         for each in (*of_chain, metrics.damaged, metrics.stalled):
             self._set(each, 0)
-        for reason in UNREAD_REASONS:
-            metrics.left_out.labels(*self._labels, reason.value)
 
     def _is_store_silent(self) -> bool:
         """True if the store is silent for a chain at work: that is known long before a call of the chain ends."""
