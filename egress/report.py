@@ -164,6 +164,9 @@ class FeedReport:
         self._health.set_ready(self._part, ready, reason)
         self._show(state=state, why=reason, hint=hint, code=code, **more)
 
+    def _show_error(self, state: str, error: FloeError) -> None:
+        self.set_state(state, ready=False, reason=error.message, hint=error.hint, code=error.code)
+
     def set_standby(self, holder: str | None) -> None:
         self._set(metrics.lease_held, 0)
         self._seconds_left = lambda: math.inf  # the holder of the lease reports it
@@ -177,7 +180,7 @@ class FeedReport:
         if (held := self._held) is None:
             self.set_state(STANDBY, ready=True)
         else:
-            self.set_state(STANDBY, ready=False, reason=held.message, hint=held.hint, code=held.code)
+            self._show_error(STANDBY, held)
 
     def set_held(self, error: FloeError | None) -> None:
         """Report rows that were received, that a standby cannot put, and no process can read again; None: there are
@@ -232,7 +235,7 @@ class FeedReport:
         self._is_waiting = True
         if self._is_new(error):
             self._log("warning", "service not reached", action="chain_waiting", code=error.code, error=str(error))
-        self.set_state("waiting", ready=False, reason=error.message, hint=error.hint, code=error.code)
+        self._show_error("waiting", error)
 
     def announce_deletion(self, at_ns: int) -> None:
         """Record that the stream was deleted on purpose: without it, the chain is not stopped. An announcement for a
@@ -269,13 +272,13 @@ class FeedReport:
         self._set(metrics.stopped, 1)
         if self._is_new(error):
             self._log("error", "chain stopped", action="chain_stopped", code=error.code, error=str(error))
-        self.set_state("stopped", ready=False, reason=error.message, hint=error.hint, code=error.code)
+        self._show_error("stopped", error)
 
     def record_failure(self, error: BaseException) -> None:
         known = record_unexpected(error, "feed", f"chain {self._chain}", **self._chain.log_context())
         self._is_new(known)
         self._set(metrics.stopped, 1)
-        self.set_state("stopped", ready=False, reason=known.message, hint=known.hint, code=known.code)
+        self._show_error("stopped", known)
 
     def _is_new(self, error: FloeError) -> bool:
         """Note the error, which lasts until `_log_recovery`. Return True if it is new."""
