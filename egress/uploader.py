@@ -142,10 +142,6 @@ class UnputSegments:
                 return False
         return True
 
-    def log_unarchived(self) -> None:
-        """Log the segments that are left when this process ends."""
-        log_unarchived(self.archive, self.first, self.last, rows=self.rows)
-
     async def log_and_discard(self) -> None:
         """Discard the segments though they are not read again, and log the ranges that are archived nowhere."""
         for spooled in self.sealed:

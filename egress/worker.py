@@ -481,8 +481,8 @@ class Worker:
 
     def log_and_discard(self) -> None:
         """Log the messages that are left and remove them; this process ends."""
-        if self._unput is not None and self.has_unput_rows:
-            self._unput.log_unarchived()
+        if (unput := self._unput) is not None and unput.rows:
+            log_unarchived(unput.archive, unput.first, unput.last, rows=unput.rows)
         self.discard()
 
     async def _put_unput(self, lease: Lease) -> None:
