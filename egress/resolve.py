@@ -22,6 +22,7 @@ from egress.identity import (
     Choice,
     Evidence,
     IdentityRecord,
+    SourceStream,
     SourceVerdict,
     VerdictKind,
     can_be_same,
@@ -205,13 +206,13 @@ async def _judge(deps: PartitionDeps, current: Incarnation, archive: Archive) ->
         return Case(partition, current, archive.first, archive.end, error=unreadable)
     evidence, verdict = await identity.judge_once(current, archive)
     source = evidence.source
-    is_wiped = verdict.is_same and source is not None and archive.may_be_wiped(source.first)
-    error = archive.wiped_error(source.first) if is_wiped and source is not None else None
+    error = None
+    if verdict.is_same and source is not None and archive.may_be_wiped(source.first):
+        error = archive.wiped_error(source.first)
     needs_proposal = not verdict.is_same and verdict.kind is not VerdictKind.GONE
     found = await identity.proposal(current, archive, evidence, verdict) if needs_proposal else None
     first, is_agreed = found or (None, False)
-    of = current, archive.first, archive.end, evidence, verdict, first, error
-    return Case(partition, *of, is_agreed=is_agreed)
+    return Case(partition, current, archive.first, archive.end, evidence, verdict, first, error, is_agreed=is_agreed)
 
 
 def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision:
@@ -219,23 +220,24 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision
 
     The others begin after their ends by themselves. Raises UsageError if that cannot be decided now.
     """
+    sources: list[SourceStream] = []
     for case in cases:
         if case.error is not None or case.evidence is None or case.evidence.source is None:
             reason, hint = case.as_json()["why"], case.advice or "solve that first"
             raise UsageError(f"{case.chain}: {reason.removeprefix(f'{case.chain}: ')}", hint=hint)
+        sources.append(case.evidence.source)
     stopped = [case for case in cases if case.code]
     if not stopped:
         raise UsageError("this feed is not stopped: a new incarnation would only split its history")
-    created = {case.evidence.source.created for case in cases if case.evidence and case.evidence.source}
-    if len(created) > 1:
+    if len({source.created for source in sources}) > 1:
         raise UsageError("the stream was recreated during the check", hint="run the command again")
     first = {case.partition.number: _first(case, sequence) for case in stopped}
     older = {case.evidence.older_match for case in stopped if case.evidence}
     joins = {c.partition.number: min(first[c.partition.number], c.proposal or 1) for c in stopped if c.is_agreed}
     # All of one history: a partition that continues by itself continues the incarnation that ends, no older one.
     is_one = len(joins) == len(stopped) and (older == {None} or (len(older) == 1 and stopped == list(cases)))
-    least = min(case.evidence.source.first for case in cases if case.evidence and case.evidence.source)
-    return EndDecision(created.pop(), first, joins if is_one else {}, older.pop() if is_one else None, least)
+    least = min(source.first for source in sources)
+    return EndDecision(sources[0].created, first, joins if is_one else {}, older.pop() if is_one else None, least)
 
 
 def _first(case: Case, sequence: int | None) -> int:
