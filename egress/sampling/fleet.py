@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, cast
 
@@ -193,12 +193,9 @@ async def fleet(
     return failures[0].exit_code if failures else 0
 
 
-def _newest_incarnations(chains: Iterable[Chain]) -> list[Chain]:
-    newest: dict[tuple[str, str], list[Chain]] = {}
-    for chain in chains:  # ascending
-        others = newest.setdefault((chain.site, chain.feed), [])
-        others[:] = [*(each for each in others if each.incarnation == chain.incarnation), chain]
-    return [chain for some in newest.values() for chain in some]
+def _newest_incarnations(chains: Sequence[Chain]) -> list[Chain]:
+    newest = {(chain.site, chain.feed): chain.incarnation for chain in chains}  # ascending, so the last one stays
+    return [chain for chain in chains if chain.incarnation == newest[chain.site, chain.feed]]
 
 
 def _newest_snapshot(
