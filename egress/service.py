@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from common.archive.heartbeats import process_name
 from common.archive.keys import Layout
 from common.clock import Backoff, Clock, SystemClock
-from common.errors import OutcomeUnknown, Unavailable
+from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.exits import EXIT_RETRY_LATER
 from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope, group_name
 from common.logs import flush, get_logger
@@ -241,20 +241,18 @@ class EgressService:
         backoff, began, has_waited = Backoff(self._rng), self._clock.monotonic(), False
         timeout = self._tuning.intervals.alive / 2
 
-        def on_slow() -> None:
+        def defer(error: FloeError, reason: str) -> None:
             nonlocal has_waited
             has_waited = True
-            silent = Unavailable(f"{where}: no answer for {timeout:g} s")
-            log.warning("start deferred", action="start_deferred", part=part, code=silent.code, error=str(silent))
-            self._health.set_ready(part, False, f"{what} does not answer")
+            log.warning("start deferred", action="start_deferred", part=part, code=error.code, error=str(error))
+            self._health.set_ready(part, False, reason)
 
+        silent = partial(defer, Unavailable(f"{where}: no answer for {timeout:g} s"), f"{what} does not answer")
         while not self._stop.is_set:
             try:
-                result = await warn_if_slow(step(), timeout, on_slow)
+                result = await warn_if_slow(step(), timeout, silent)
             except (Unavailable, OutcomeUnknown) as error:
-                log.warning("start deferred", action="start_deferred", part=part, code=error.code, error=str(error))
-                has_waited = True
-                self._health.set_ready(part, False, error.message)
+                defer(error, error.message)
                 await wait_for(self._stop, backoff.next_delay())
             else:
                 if result is None:
