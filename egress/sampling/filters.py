@@ -410,7 +410,6 @@ class SamplingSession:
                     writer.mark_put(self.stage.last_sequence)
                     await writer.wait_until_written()
                     writer.schedule(self._freeze(), self._builder.closed)
-                    writer.mark_put(self.stage.last_sequence)
                     await writer.wait_until_written()
 
     # Loops
