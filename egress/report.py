@@ -209,7 +209,7 @@ class FeedReport:
     def set_reading(self, chain: Chain, first: int, end: int, begin: int = 1) -> None:
         """Report that messages are read from `first` on; everything before is accounted for. `end`: of the archive.
 
-        `show_zeros`: the first sequence of the chain; earlier messages of the stream need not be archived.
+        `begin`: the first sequence of the chain; earlier messages of the stream need not be archived.
         """
         self.follow(chain)
         self._status.update(position=first, end=end, first=begin)

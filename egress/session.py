@@ -139,7 +139,7 @@ class Session:
 
     async def run(self, stop: Stop) -> None:
         """Read until `stop` is set and everything is put. Raises the cause of another end: ReaderResetError,
-        RetakeError, LeaseLost, or Stopped before a message that cannot be archived.
+        StalePositionError, LeaseLost, or Stopped before a message that cannot be archived.
 
         Raises unexpected errors too, as a group or as UnexpectedError. Then nothing more is put, and the messages
         received are read again from the archive's position on.

@@ -42,7 +42,7 @@ class Uploader:
         self.put_count, self.last_put = 0, 0
 
     async def put(self, spooled: SpooledSegment) -> None:
-        """Put, read back, write tail and mark, acknowledge. Raises LeaseLost, RetakeError, ReaderResetError."""
+        """Put, read back, write tail and mark, acknowledge. Raises LeaseLost, StalePositionError, ReaderResetError."""
         started = self._clock.monotonic()
         ref = await self._retry(lambda: self._put_checked(spooled))
         require_lease(self._lease, self._archive)
