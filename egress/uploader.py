@@ -96,14 +96,9 @@ class UnputSegments:
         return sum(spooled.footer.rows for spooled in self.sealed)
 
     @property
-    def first(self) -> int:
-        """First sequence that they cover, 0 if there are none."""
-        return self.sealed[0].footer.coverage.first if self.sealed else 0
-
-    @property
-    def last(self) -> int:
-        """Last sequence that they cover. There must be a segment."""
-        return self.sealed[-1].footer.coverage.last
+    def coverage(self) -> SequenceRange:
+        """Sequences that they cover. There must be a segment."""
+        return SequenceRange(self.sealed[0].footer.coverage.first, self.sealed[-1].footer.coverage.last)
 
     async def put(self, lease: Lease) -> None:
         """Put them all. Raises LeaseLost."""

@@ -454,7 +454,7 @@ class Worker:
         """True if the stream still has the messages left of a session, or if none are left."""
         if (unput := self._unput) is None or not unput.rows or unput.received is None:
             return True
-        return await self.identity.can_read_again(unput.received, unput.first)
+        return await self.identity.can_read_again(unput.received, unput.coverage.first)
 
     async def can_discard(self) -> bool:
         """True if the messages left of a session are archived, or still in the stream. Raises the errors of both."""
@@ -473,7 +473,7 @@ class Worker:
             return None
         # The stream is another one now, or was restored without them; its reader may be about to put others there.
         return Unavailable(
-            f"{unput.archive.chain}: {unput.rows} messages of {unput.first}..{unput.last} were received here, and are "
+            f"{unput.archive.chain}: {unput.rows} messages of {unput.coverage} were received here, and are "
             "neither archived nor in the stream; another instance holds the lease",
             hint="stop that instance: this one then puts them where no others are archived, and names the next step",
             code="E-ROWS-UNARCHIVED",
@@ -482,7 +482,7 @@ class Worker:
     def log_and_discard(self) -> None:
         """Log the messages that are left and remove them; this process ends."""
         if (unput := self._unput) is not None and unput.rows:
-            log_unarchived(unput.archive, unput.first, unput.last, rows=unput.rows)
+            log_unarchived(unput.archive, unput.coverage.first, unput.coverage.last, rows=unput.rows)
         self.discard()
 
     async def _put_unput(self, lease: Lease) -> None:
