@@ -137,13 +137,9 @@ async def advisories(
     settings, clock = load_settings(config, quiet=True), SystemClock()
     is_egress = settings.egress.feeds_ or not settings.ingress.targets
     nats = settings.nats_for(role or ("egress" if is_egress else "ingress"))
-    client = await connect(nats, name="floe advisories", clock=clock)
-    search = AdvisorySearch(client, clock, stream, value, since or LAST_HOUR, follow)
-    try:
-        async with stop_on_signals() as stop:
-            await run_until_stopped(stop, _print(search, as_json))
-    finally:
-        await client.aclose()
+    async with aclosing(await connect(nats, name="floe advisories", clock=clock)) as client, stop_on_signals() as stop:
+        search = AdvisorySearch(client, clock, stream, value, since or LAST_HOUR, follow)
+        await run_until_stopped(stop, _print(search, as_json))
     if search.foreign_count:
         verb = "is no advisory" if search.foreign_count == 1 else "are no advisories"
         _to_stderr(f"{format_count(search.foreign_count, 'message')} of {stream} {verb}")
