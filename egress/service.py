@@ -190,11 +190,8 @@ class EgressService:
                     return True
                 finally:
                     await cancel(beats)
-                minutes = spawn(process_log.run(), raise_fatal, name="minutes")
-                try:
-                    drained = await run_feeds(feeds, parts, self._health, self._stop, settings.shutdown_timeout)
-                finally:
-                    await cancel(minutes)
+                stack.push_async_callback(cancel, spawn(process_log.run(), raise_fatal, name="minutes"))
+                drained = await run_feeds(feeds, parts, self._health, self._stop, settings.shutdown_timeout)
                 process_log.add_end_fields(drained=drained)
                 return drained
 
