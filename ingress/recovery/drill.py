@@ -37,7 +37,7 @@ from ingress.recovery.fill import transfer_text
 from ingress.recovery.guard import room_error, run_with_renewal
 from ingress.recovery.living import Tally
 from ingress.recovery.plan import RestoreRequest
-from ingress.recovery.ranges import ChainRange, ReplayPlan
+from ingress.recovery.ranges import ChainRange, ReplayPlan, by_incarnation
 from ingress.recovery.read_back import Differences, read_differences
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import RecoveryParts, ReplayOptions, ReplayRequest, ReplayResult
@@ -219,8 +219,7 @@ class Drill:
         """Return `request`, for the last `DEFAULT_SEQUENCES` sequences if it has no bounds. Blocking."""
         if any((request.has_sequence_bounds, request.from_time, request.to_time, request.since, request.until)):
             return request
-        chains = request.chains(known_chains(self._documents, request))
-        newest = [chain for chain in chains if chain.incarnation == chains[-1].incarnation]
+        newest = by_incarnation(request.chains(known_chains(self._documents, request)))[-1]
         if not (end := max(ChainArchive.listed(self._store, chain).end for chain in newest)):
             return request
         first = max(1, end - DEFAULT_SEQUENCES + 1)

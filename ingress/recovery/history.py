@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -62,7 +62,7 @@ from ingress.recovery.plan import (
     unarchived_line,
     unrestored_keys,
 )
-from ingress.recovery.ranges import ChainRange, ReplayChain
+from ingress.recovery.ranges import ChainRange, ReplayChain, by_incarnation
 from ingress.recovery.request import RecoveryParts, ReplayRequest
 from ingress.recovery.retention_filter import SourcedRow, sourced_rows
 from ingress.recovery.stream_archive import as_pull_consumer, restorable_consumers, with_replicas
@@ -111,38 +111,39 @@ class ArchivedHistory:
         """
         request, call = self._request, self._threads.run
         history = await call(self._history)
-        if (number := await call(self._incarnation_then, newest := max(history))) != newest.incarnation:
-            self._progress.print(f"note: incarnation {number:04d} was the newest then")
-            request = self._request = replace(request, incarnation=number)
+        if (then := await call(self._incarnation_then, newest := max(history))) != newest.incarnation:
+            self._progress.print(f"note: incarnation {then:04d} was the newest then")
+            request = self._request = replace(request, incarnation=then)
             history = await call(self._history)
         known = await call(self._known_ends, history)  # before segments are listed, or growth would look like loss
         if (to_sequence := request.to_sequence) is None and request.to_time_ns is not None:
             to_sequence = await call(self._last_before, history, request.to_time_ns)
-        chains, notes, reached = list[ReplayChain](), list[str](), set[int]()
-        for number in sorted({chain.incarnation for chain in history}):
-            if to_sequence is None or await call(self._first_sequence, history, number) <= to_sequence:
-                reached.add(number)
-                for wanted in await call(self._requests, history, number, to_sequence):
+        chains, notes, reached = list[ReplayChain](), list[str](), set[Chain]()
+        for own in by_incarnation(history):
+            if to_sequence is None or await call(self._first_sequence, own) <= to_sequence:
+                reached.update(own)
+                for wanted in await call(self._requests, {chain: history[chain] for chain in own}, to_sequence):
                     surveyed, found = await self._survey(wanted)
                     chains += surveyed
                     notes += found
         if not reached:
             raise UsageError(
                 f"{request.site}/{request.feed}: expected a point in time at or after its first sequence, "
-                f"{min([await call(self._first_sequence, history, chain.incarnation) for chain in history])}, found "
-                f"{to_sequence}"
+                f"{await call(self._first_sequence, history)}, found {to_sequence}"
             )
         upto = MAX_SEQUENCE if to_sequence is None else to_sequence
-        known = {chain: min(end, upto) for chain, end in known.items() if chain.incarnation in reached}
+        known = {chain: min(end, upto) for chain, end in known.items() if chain in reached}
         return await call(self._make_plan, history, chains, notes, known)
 
-    def _requests(self, history: Mapping[Chain, int], number: int, to_sequence: int | None) -> list[ReplayRequest]:
-        """Return the requests for an incarnation: one, unless its partitions count up to different sequences."""
-        upto = {c: min(end, to_sequence or end) for c, end in history.items() if c.incarnation == number}
+    def _requests(self, ends: Mapping[Chain, int], to_sequence: int | None) -> list[ReplayRequest]:
+        """Return the requests for an incarnation: one, unless its partitions count up to different sequences. `ends`:
+        its chains, each with the last sequence that counts.
+        """
+        upto = {chain: min(end, to_sequence or end) for chain, end in ends.items()}
         site, feed, is_one = self._request.site, self._request.feed, len({*upto.values()}) == 1
-        wanted = ReplayRequest(site, feed, "", incarnation=number)
-        parts = [c for c in upto if first_sequence(self._documents, c) <= history[c]]
-        parts = [c for c in parts if self._first_sequence([c], number) <= upto[c]]
+        wanted = ReplayRequest(site, feed, "", incarnation=min(ends).incarnation)
+        parts = [c for c in ends if first_sequence(self._documents, c) <= ends[c]]
+        parts = [c for c in parts if self._first_sequence([c]) <= upto[c]]
         return [
             replace(wanted, partition=None if is_one else c.partition, to_sequence=upto[c] % MAX_SEQUENCE or None)
             for c in (parts[:1] if is_one else parts)
@@ -215,8 +216,7 @@ class ArchivedHistory:
         moment_ns, name = self._request.to_time_ns, f"{newest.site}/{newest.feed}"
         if moment_ns is None or self._request.incarnation is not None:
             return newest.incarnation
-        chains = sorted(self._documents.chains(newest.site, newest.feed))
-        found = [[*some] for _, some in groupby(chains, lambda chain: chain.incarnation)]
+        found = by_incarnation(self._documents.chains(newest.site, newest.feed))
         for before, own in reversed([*pairwise(found)]):
             earliest, latest = self._begin(own, before)
             if latest <= moment_ns:
@@ -227,7 +227,7 @@ class ArchivedHistory:
                     f"{format_time(moment_ns)}; the stream was set back in between: name incarnation "
                     f"{before[0].incarnation:04d} or {own[0].incarnation:04d}"
                 )
-        return chains[0].incarnation
+        return found[0][0].incarnation
 
     def _begin(self, own: Sequence[Chain], before: Sequence[Chain]) -> tuple[int, int]:
         """Return the earliest and the latest time (ns) at which the incarnation of the chains `own` can have begun."""
@@ -250,8 +250,9 @@ class ArchivedHistory:
         begin = first_sequence(self._documents, chain)
         return with_current_listing(self._store, chain, lambda refs: look_up(SegmentTimes(self._store, refs, begin)))
 
-    def _first_sequence(self, history: Iterable[Chain], number: int) -> int:
-        documents = (self._documents.read_chain(chain) for chain in history if chain.incarnation == number)
+    def _first_sequence(self, chains: Iterable[Chain]) -> int:
+        """Return the first sequence of some chains, without regard to retention. Blocking."""
+        documents = map(self._documents.read_chain, chains)
         return min((document.first for document in documents if document is not None), default=1)
 
     def _make_plan(
@@ -269,8 +270,8 @@ class ArchivedHistory:
         end = end if chains else max(end, int(config.get("first_seq") or 1) - 1)
         captured, configs = cast(CapturedConsumers | None, None), list[CapturedConfig]()
         deletions: CapturedDeletions | None = None
-        for number in sorted({chain.incarnation for chain in known}, reverse=True):
-            of = newest.with_incarnation(number).with_partition(0)
+        for own in reversed(by_incarnation(known)):
+            of = own[0].with_partition(0)
             captured = captured or (self._captures.consumers(of, end, moment_ns) if request.consumers else None)
             deletions = deletions or self._captures.deletions(of, end, moment_ns)
             configs = [*self._captures.configs(of, upto, moment_ns), *configs]
@@ -278,7 +279,7 @@ class ArchivedHistory:
                 break  # captures from before a rollback of the stream do not describe it
         with suppress(ValueError):  # an invalid configuration is refused only if it is used
             if document is not None:
-                at, first = document.created, self._first_sequence(known, number)
+                at, first = document.created, self._first_sequence(own)
                 configs.insert(0, CapturedConfig(at, first - 1, at, dict(document.config)))
         last_seen, skip_to, near = (0, ""), 0, list[str]()
         if not request.is_in_the_past:
@@ -418,7 +419,7 @@ class ArchivedHistory:
         least = max(1, plan.deletions.first) if plan.deletions is not None else firsts[-1] if firsts else None
         is_seen = plan.deletions is not None or plan.config.get("retention", "limits") == "limits"
         for chain, stream in zip(chains, streams, strict=True):
-            first, floor = self._first_sequence([chain], chain.incarnation), self._documents.read_floor(chain) or 1
+            first, floor = self._first_sequence([chain]), self._documents.read_floor(chain) or 1
             joins = {} if stream is None or chain.incarnation == oldest else stream.join_sequences
             known, join = least if is_seen or floor <= first else None, joins.get(chain.partition)
             yield from late_begins(chain, first, floor, known, join, plan.retention_filter().count_deleted)

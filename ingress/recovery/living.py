@@ -37,7 +37,7 @@ from common.service.process import ThreadPool
 from common.service.progress import format_share
 from common.tasks import Stop, wait_for
 from ingress.recovery.history import selects_rows
-from ingress.recovery.ranges import ArchivedSpan, check_overlap
+from ingress.recovery.ranges import ArchivedSpan, by_incarnation, check_overlap
 from ingress.recovery.read_back import MAX_EXAMPLES, Differences, digest_block, fingerprint, normalize, stream_info_json
 from ingress.recovery.request import Pace, RecoveryParts, ReplayRequest
 
@@ -310,8 +310,7 @@ class LivingComparison:
         return info
 
     def _chains(self, feed: str) -> list[Chain]:
-        found = select_chains(self._documents, feed)
-        return [each for each in found if each.incarnation == found[-1].incarnation]
+        return by_incarnation(select_chains(self._documents, feed))[-1]
 
     async def _comparable(self, name: str) -> StreamInfo:
         info = await ready_stream_info(self._client, name)

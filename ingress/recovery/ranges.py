@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from common.archive.segment import UNREAD_REASONS, Footer, Ledger, Reason, SegmentRef
@@ -14,6 +15,11 @@ from ingress.recovery.request import ReplayRequest
 
 # Reasons for the absence of a message that nobody chose to delete.
 LOSSY_REASONS = (Reason.SAMPLED_OUT, Reason.TOO_OLD, *UNREAD_REASONS, Reason.LOST)
+
+
+def by_incarnation(chains: Iterable[Chain]) -> list[list[Chain]]:
+    """Return the chains of one feed in a list for each incarnation, ascending."""
+    return [[*own] for _, own in groupby(sorted(chains), lambda chain: chain.incarnation)]
 
 
 @dataclass(frozen=True, slots=True)
