@@ -31,7 +31,7 @@ from ingress.chains.sources import StartResolver
 from ingress.checkpoint import Checkpoint, StateStore, TargetState
 from ingress.parked import ParkedStore
 from ingress.recovery.living import Batches, LivingComparison, Missing, Pieces, Tally, inside
-from ingress.recovery.read_back import MAX_EXAMPLES, fingerprint, normalize
+from ingress.recovery.read_back import MAX_EXAMPLES, fingerprint
 from ingress.recovery.retention_filter import limit_of
 from ingress.rows.prepare import SubjectRule, origin_prefix, rule_of
 from ingress.verdict.verdict import Finding, TargetErrors, judge, read_target
@@ -105,7 +105,7 @@ class DeliveredRows:
                 self.after = message.sequence if self.newest < self._rows.first else self.after
             else:
                 self.late.append(its.sequence)
-                self._fingerprints.append(fingerprint(normalize(row)))
+                self._fingerprints.append(fingerprint(row))
 
     def altered(self, read: Callable[[SequenceRange], Batches]) -> Iterator[int]:
         """Yield the sequences of `late` rows that differ from the archived ones, which `read` returns. Blocking."""
@@ -114,7 +114,7 @@ class DeliveredRows:
         for batch in read(SequenceRange(int(late[0]), int(late[-1]))) if len(late) else ():
             low, high = (np.searchsorted(late, batch.column("sequence"), side) for side in ("left", "right"))
             for row, place in zip(messages(batch.filter(low < high)), np.flatnonzero(low < high), strict=True):
-                if any(prints[low[place] : high[place]] != np.uint64(fingerprint(normalize(row)))):
+                if any(prints[low[place] : high[place]] != np.uint64(fingerprint(row))):
                     yield row.sequence
 
 

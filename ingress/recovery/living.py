@@ -38,7 +38,7 @@ from common.service.progress import format_share
 from common.tasks import Stop, wait_for
 from ingress.recovery.history import selects_rows
 from ingress.recovery.ranges import ArchivedSpan, by_incarnation, check_overlap
-from ingress.recovery.read_back import MAX_EXAMPLES, Differences, digest_block, fingerprint, normalize, stream_info_json
+from ingress.recovery.read_back import MAX_EXAMPLES, Differences, digest_block, fingerprint, stream_info_json
 from ingress.recovery.request import Pace, RecoveryParts, ReplayRequest
 
 #: Sequences that are compared and recorded at a time; memory is 8 bytes for each that the stream does not hold.
@@ -224,7 +224,7 @@ class Tally:
         for archived in messages(batch):
             if (message := held.pop(archived.sequence, None)) is None:
                 self.absent.append(archived.sequence)
-            elif fingerprint(normalize(archived)) != fingerprint(normalize(message)):
+            elif fingerprint(archived) != fingerprint(message):
                 self.altered += 1
                 self.examples.append(f"{archived.sequence}: altered")
                 del self.examples[MAX_EXAMPLES:]
