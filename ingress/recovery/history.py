@@ -559,7 +559,7 @@ def selects_rows(store: SegmentStore, ref: SegmentRef) -> bool:
 def merge_rows(sources: Sequence[RowStream]) -> Iterator[pa.RecordBatch]:
     """Merge the rows of all sources by sequence, each sequence once. A source is opened when its rows are due."""
     waiting = sorted(sources, key=lambda source: source[0])
-    open_: list[list[Any]] = []  # iterator, and the rest of its current batch
+    open_: list[list[Any]] = []  # iterator, and the rest of its current batch; None after its end
     while waiting or open_:
         reach = min((held[1].column("sequence")[-1].as_py() for held in open_), default=waiting[0][0] if waiting else 0)
         if waiting and waiting[0][0] <= reach:
@@ -568,15 +568,12 @@ def merge_rows(sources: Sequence[RowStream]) -> Iterator[pa.RecordBatch]:
                 open_.append([rows, batch])
             continue
         parts = []
-        for held in [*open_]:
-            sequences = np.asarray(held[1].column("sequence"))
-            count = int(np.searchsorted(sequences, reach, side="right"))
-            parts.append(held[1].slice(0, count))
-            held[1] = held[1].slice(count)
-            if not held[1].num_rows and (following := next(held[0], None)) is None:
-                open_.remove(held)
-            elif not held[1].num_rows:
-                held[1] = following
+        for held in open_:
+            rows, batch = held
+            count = int(np.searchsorted(np.asarray(batch.column("sequence")), reach, side="right"))
+            parts.append(batch.slice(0, count))
+            held[1] = batch.slice(count) if count < batch.num_rows else next(rows, None)
+        open_ = [held for held in open_ if held[1] is not None]
         yield _concat([part for part in parts if part.num_rows])
 
 
