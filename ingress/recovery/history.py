@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -268,8 +268,9 @@ class ArchivedHistory:
         config, created = self._config(newest, upto, moment_ns, notes)
         was = str(config.get("name") or request.feed)
         end = end if chains else max(end, int(config.get("first_seq") or 1) - 1)
-        captured, configs = cast(CapturedConsumers | None, None), list[CapturedConfig]()
+        captured: CapturedConsumers | None = None
         deletions: CapturedDeletions | None = None
+        configs = list[CapturedConfig]()
         for own in reversed(by_incarnation(known)):
             of = own[0].with_partition(0)
             captured = captured or (self._captures.consumers(of, end, moment_ns) if request.consumers else None)
@@ -298,14 +299,18 @@ class ArchivedHistory:
             consumers = [as_pull_consumer(consumer) for consumer in consumers]
         promoted = promoted_config(config, request.name or was, request.replicas)
         consumers, uneven_replicas = with_replicas(consumers, promoted)
-        rows = sum(part.rows for chain in chains for part in chain.parts)
+        rows = sum(chain.rows for chain in chains)
         if rows and request.verify != "state" and config.get("retention") == WORK_QUEUE:
             request = replace(request, verify="state")
             notes.append("a work queue is read by its workers only: its state is compared, and no message is read back")
         filters = {c.chain: d.filters for c in chains if (d := self._documents.read_chain(c.chain)) is not None}
         subjects = [str(subject) for subject in config.get("subjects") or []]
         now_ns = int(self._clock.now() * NS_PER_S)
-        lost = (*lost_end_lines(known, ends), *unarchived_line(rows, end, last_seen))
+        is_renamed = request.name not in ("", was)
+        further = tuple(self._longer_feeds(newest, was, created, end)) if request.promote and not is_renamed else ()
+        lossy = [*loss_lines(chains, subjects, filters), *lost_end_lines(known, ends)]
+        lossy += unarchived_line(rows, end, last_seen)
+        lossy += () if request.is_in_the_past else (each.line(end, max(end, skip_to)) for each in further)
         plan = RestorePlan(
             request,
             tuple(chains),
@@ -320,13 +325,9 @@ class ArchivedHistory:
             configs=tuple(configs),
             moment_ns=moment_ns,
             skip_to=skip_to,
-            is_renamed=request.name not in ("", was),
-            lossy=(*loss_lines(chains, subjects, filters), *lost),
+            is_renamed=is_renamed,
+            longer_feeds=further,
         )
-        if request.promote and not plan.is_renamed:
-            further = tuple(self._longer_feeds(newest, was, created, end))
-            uneven = () if request.is_in_the_past else tuple(each.line(end, plan.last_sequence) for each in further)
-            plan = replace(plan, longer_feeds=further, lossy=(*plan.lossy, *uneven))
         row_filter = plan.retention_filter()
         counts = not row_filter.needs_pass and deletions is None
         begin, skipped = retained_from(plan.parts, plan.config, now_ns, counts=counts)
@@ -340,7 +341,7 @@ class ArchivedHistory:
         others = tuple(other_history_lines(history, {chain: self._recorded_end(chain) for chain in known}))
         if request.to_time_ns is None or newest.incarnation == max(history).incarnation:
             notes, others = [*notes, *others], ()
-        plan = replace(plan, begin=max(begin, plan.begin), lossy=(*missing, *others, *plan.lossy))
+        plan = replace(plan, begin=max(begin, plan.begin), lossy=(*missing, *others, *lossy))
         if request.promote:
             plan = self._with_effects(plan)
         found = deviations(plan, now_ns, captured=captured, skipped=skipped if is_later else (), last_seen=last_seen)
