@@ -46,6 +46,7 @@ from ingress.recovery.files_form import LOGICAL_MINOR, archive_writer
 from ingress.recovery.history import repeat_command
 from ingress.recovery.plan import PROMOTION_KEYS, RestorePlan, RestoreRequest
 from ingress.recovery.read_back import config_differences, stream_info_json
+from ingress.recovery.retention_filter import limit_of
 from ingress.recovery.stream_archive import ArchiveWriter, without_guard_subject
 
 log = get_logger(__name__)
@@ -162,7 +163,7 @@ async def _check_room(client: FloeClient, plan: RestorePlan, account: Mapping[st
     replicas = int(plan.config.get("num_replicas") or 1)
     tier, freed = (account.get("tiers") or {}).get(f"R{replicas}"), 0
     if leftover:
-        freed = (await query(client, f"STREAM.INFO.{check_token(plan.name)}"))["state"].get("bytes") or 0
+        freed = (await stream_info_json(client, plan.name))["state"].get("bytes") or 0
     if (error := room_shortage(plan, tier or account, 1 if tier else replicas, int(freed))) is not None:
         raise error
 
@@ -180,7 +181,7 @@ def room_shortage(plan: RestorePlan, account: Mapping[str, Any], copies: int, fr
         found = f"account: expected {key} of at least {size_words(wanted)}, found {size_words(limit)}"
         return _room_error(plan.request, found)
     count = len(plan.consumers) + int(plan.request.verify != "state" and plan.rows > 0)
-    most = min((each for of in (limits, config) if (each := int(of.get("max_consumers") or 0)) > 0), default=count)
+    most = min((each for of in (limits, config) if (each := limit_of(of, "max_consumers"))), default=count)
     found = f"stream {plan.name}: expected max_consumers of at least {count}, found {most}"
     return _room_error(plan.request, found, of_consumers=True) if most < count else None
 
@@ -268,7 +269,7 @@ def _server_notes(
     client: FloeClient, plan: RestorePlan, writer: ArchiveWriter, account: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield, as text, the deviations that this server causes."""
-    is_limited = any(int(each.get("max_consumers") or 0) > 0 for each in (*account_limits(account), plan.config))
+    is_limited = any(limit_of(each, "max_consumers") for each in (*account_limits(account), plan.config))
     count, most = len(plan.consumers), DEFAULT_MAX_CONSUMERS
     if count >= most and not is_limited and client.server_version >= DEFAULT_MAX_CONSUMERS_SINCE:
         unless = "unless its default_max_consumers (in jetstream: limits) is higher"

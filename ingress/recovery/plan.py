@@ -171,19 +171,17 @@ def retained_from(
     """Return the sequence below which the limits of the stream leave nothing, by whole segments (0: none), and the
     reasons as text. `counts`: every archived row counts for `max_msgs` and `max_bytes`.
     """
-    begin, reasons = 0, list[str]()
+    begin, reasons, age = 0, list[str](), limit_of(config, "max_age")
     expired = [
         part.stretch.rows.last + 1
         for part in parts
-        if part.footer.last_timestamp_ns is not None
-        and part.footer.last_timestamp_ns < now_ns - limit_of(config, "max_age")
+        if part.footer.last_timestamp_ns is not None and part.footer.last_timestamp_ns < now_ns - age
     ]
-    if limit_of(config, "max_age") and expired and not _may_outlive(config):
-        least = min(
+    if age and expired and not _may_outlive(config):
+        begin = min(
             (p.stretch.rows.first for p in parts if p.stretch.rows.last + 1 not in expired), default=max(expired)
         )
-        begin = max(begin, least)
-        reasons.append(limit_words("max_age", limit_of(config, "max_age")))
+        reasons.append(limit_words("max_age", age))
     is_old = config.get("discard", "old") == "old"
     for key in ("max_msgs", "max_bytes"):
         if not (limit := limit_of(config, key)) or not counts or not is_old:

@@ -28,6 +28,7 @@ from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
 from common.settings.types import format_count
 from ingress.recovery.plan import RestorePlan, guarded_config, own_metadata
+from ingress.recovery.retention_filter import limit_of
 from ingress.recovery.stream_archive import raw_columns, with_guard_subject
 
 DIGEST_ROWS = 10_000  # the most rows of one digest
@@ -255,7 +256,7 @@ class SentRows:
 
     def may_drop_oldest(self) -> bool:
         """True if the server may drop the oldest messages."""
-        return any(int(self.config.get(key) or 0) > 0 for key in ("max_msgs", "max_bytes"))
+        return any(limit_of(self.config, key) for key in ("max_msgs", "max_bytes"))
 
     def may_drop_acknowledged(self) -> bool:
         """True if the server may drop acknowledged messages."""

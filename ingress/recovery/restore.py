@@ -55,7 +55,7 @@ from ingress.recovery.history import EXPIRED_CODE, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config, with_source_starts
 from ingress.recovery.read_back import AtRest, Comparer, Comparison, SentRows, read_differences, wait_replicated
 from ingress.recovery.request import RecoveryParts
-from ingress.recovery.retention_filter import SourcedRow
+from ingress.recovery.retention_filter import SourcedRow, limit_of
 from ingress.recovery.stream_archive import ArchiveState, with_guard_subject
 
 NAME_IN_USE = 10130  # error of a restore; also while the server still ends an earlier one, which it does not report
@@ -364,7 +364,7 @@ class Restore:
         """Return the final configuration: each source continues after a message that is certainly held, or begins after
         its newest archived one. A message that the server drops soon, or may drop as acknowledged, does not count.
         """
-        age = int(plan.config.get("max_age") or 0)
+        age = limit_of(plan.config, "max_age")
         since = int((self._clock.now() + EXPIRY_MARGIN_S) * NS_PER_S) - age if age else 0
         is_kept = plan.config.get("retention", "limits") == "limits" and filled.messages > 0
 

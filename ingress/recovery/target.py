@@ -27,6 +27,7 @@ from ingress.checkpoint import STATE_ROLE, StateCodec, TargetState, from_json
 from ingress.preflight import add_command, refuse_problems
 from ingress.recovery.ranges import ChainRange, ReplayPlan
 from ingress.recovery.request import ReplayHints, ReplayRequest
+from ingress.recovery.retention_filter import limit_of
 from ingress.recovery.source import target_settings
 
 log = get_logger(__name__)
@@ -143,11 +144,10 @@ def target_notes(
     if what := keeps.get(config.get("retention", "")):
         yield f"target {name}: retention {config['retention']} {what}: create its consumers first"
     for limit, needed, text in (("max_msgs", plan.rows, str), ("max_bytes", plan.raw_bytes, format_size)):
-        found = int(config.get(limit, -1) or -1)
-        if 0 < found < needed:
+        if 0 < (found := limit_of(config, limit)) < needed:
             short = f"{limit} {text(found)} is less than the {text(needed)} to come"
             yield f"target {name}: {short}: it drops the oldest"
-    if (per_subject := int(config.get("max_msgs_per_subject", -1) or -1)) > 0:
+    if per_subject := limit_of(config, "max_msgs_per_subject"):
         yield f"target {name}: it keeps the last {per_subject} messages of each subject"
     if not request.into_source and document is not None and document.config.get("name") == name:
         yield f"target {name} has the name of the feed's source: if it is that, add --into-source"
