@@ -89,12 +89,11 @@ def restorable_consumers(captured: CapturedConsumers, end: int) -> tuple[list[Ca
     deviation.
     """
     found, notes = list[CapturedConsumer](), list[str]()
-    if passing := sum(not each.config.get("durable_name") for each in captured.consumers):
+    durables = [each for each in captured.consumers if each.config.get("durable_name")]
+    if passing := len(captured.consumers) - len(durables):
         notes.append(f"{format_count(passing, 'ephemeral consumer')} left out: applications create them again")
-    for each in captured.consumers:
+    for each in durables:
         config = {**each.config}
-        if not config.get("durable_name"):
-            continue
         # The server compares `_nats.req.level` with the declaration of an application, and writes the others itself.
         config["metadata"] = {
             key: value
