@@ -153,7 +153,7 @@ class WholeSiteRestore:
             known = sorted({chain.site for chain in await asyncio.to_thread(documents.chains)})
             found = ", ".join(known) or "none"
             raise UsageError(f"{self._request.site}: expected a site with an archive, found {found}")
-        plans, skipped, created_ns = list[RestorePlan](), list[StreamOutcome](), Counter[str]()
+        plans, skipped, creations = list[RestorePlan](), list[StreamOutcome](), list[tuple[str, int]]()
         for feed in feeds:
             request = replace(self._request, feed=feed, promote=self._make_drill is None)
             progress = NamedProgress(feed, self._parts.progress)
@@ -162,17 +162,17 @@ class WholeSiteRestore:
             try:
                 plans.append(plan := await work.plan())
                 progress.name = plan.name
-                created_ns[plan.name] = max(created_ns[plan.name], parse_time(plan.created))
+                creations.append((plan.name, parse_time(plan.created)))
             except UsageError as error:  # of the point in time: the stream had no message yet
                 newest = max(chain for chain in chains if chain.feed == feed)
                 document = await asyncio.to_thread(documents.read_stream, newest)
                 name = str(document.config["name"]) if document else feed
                 if document and (at := parse_time(document.created)) <= (self._request.to_time_ns or 0):
-                    created_ns[name] = max(created_ns[name], at)
+                    creations.append((name, at))
                 skipped.append(StreamOutcome(feed, name, "skipped", error.message, EXIT_DIFFERENCES, hint=error.hint))
             except FloeError as error:
                 self._note(StreamOutcome(feed, feed, "failed", error.message, error.exit_code, hint=error.hint))
-        whole, lossy = choose_feeds(plans, created_ns)
+        whole, lossy = choose_feeds(plans, dict(sorted(creations)))  # the last creation of each stream
         for outcome in (each for each in skipped if each.stream not in {plan.name for plan in (*whole, *lossy)}):
             self._note(outcome)  # no other feed had it then
         for plan in lossy:
