@@ -7,6 +7,7 @@ digest differs, the rows of that block are read from the archive again, and comp
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
@@ -321,19 +322,16 @@ class Comparer:
         self, server: str, blocks: Sequence[DigestBlock]
     ) -> AsyncIterator[tuple[DigestBlock, list[Message]]]:
         """Yield each block with the messages of the stream up to its end and after the end of the previous block."""
-        waiting, held = list(reversed(blocks)), list[Message]()
-        start = StartAt(blocks[0].first if len(blocks) == 1 else 1)
+        held, start = list[Message](), StartAt(blocks[0].first if len(blocks) == 1 else 1)
         async with aclosing(scan(self._client, self._stream, start, until=blocks[-1].last, server=server)) as pieces:
-            async for piece in pieces:
-                held += piece
-                while held and waiting and held[-1].sequence > waiting[-1].last:
-                    count = sum(message.sequence <= waiting[-1].last for message in held)
-                    yield waiting.pop(), held[:count]
-                    del held[:count]
-        while waiting:
-            count = sum(message.sequence <= waiting[-1].last for message in held)
-            yield waiting.pop(), held[:count]
-            del held[:count]
+            for block in blocks:
+                while not held or held[-1].sequence <= block.last:
+                    if (piece := await anext(pieces, None)) is None:
+                        break
+                    held += piece
+                count = bisect_right(held, block.last, key=lambda message: message.sequence)
+                yield block, held[:count]
+                del held[:count]
 
     async def _compare_block(self, block: DigestBlock, rows: list[Message]) -> Comparison:
         if rows and digest_block([batch_of(*rows)]) == block:
