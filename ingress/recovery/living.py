@@ -35,7 +35,7 @@ from common.nats.pull import StartAt, scan
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.process import ThreadPool
 from common.service.progress import format_share
-from common.tasks import Stop, wait_for
+from common.tasks import Stop
 from ingress.recovery.history import selects_rows
 from ingress.recovery.ranges import ArchivedSpan, by_incarnation, check_overlap
 from ingress.recovery.read_back import MAX_EXAMPLES, Differences, digest_block, fingerprint, stream_info_json
@@ -441,11 +441,8 @@ class LivingComparison:
 
     async def _keep_pace(self, piece: Sequence[Message], stop: Stop) -> None:
         sizes = [len(message.payload) + len(message.headers or b"") for message in piece] if self._pace else []
-        while self._pace and sizes and not stop.is_set:
-            count, wait = self._pace.admit(self._clock.monotonic(), sizes)
+        while self._pace and sizes and (count := await self._pace.wait_admitted(sizes, self._clock, stop)):
             sizes = sizes[count:]
-            if not count:
-                await wait_for(stop, wait)
 
     def _not_archived(self, archive: ChainArchive, rows: SequenceRange, extra: Sequence[int]) -> Sequence[int]:
         """Return those of `extra`, ascending, that neither the feed left out nor an operator gave up. Blocking."""

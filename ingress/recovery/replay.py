@@ -295,14 +295,9 @@ class PacedPublisher:
         self._inner, self._pace, self._clock, self._stop = inner, pace, clock, stop
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
-        sizes = next_sizes(rows, stored)
-        while True:
-            if self._stop.is_set:
-                raise Interrupted
-            count, wait = self._pace.admit(self._clock.monotonic(), sizes)
-            if count:
-                return await self._inner.publish(rows.leading(stored + count), base, stored)
-            await wait_for(self._stop, wait)
+        if not (count := await self._pace.wait_admitted(next_sizes(rows, stored), self._clock, self._stop)):
+            raise Interrupted
+        return await self._inner.publish(rows.leading(stored + count), base, stored)
 
     async def aclose(self) -> None:
         await self._inner.aclose()

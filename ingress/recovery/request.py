@@ -22,6 +22,7 @@ from common.exits import EXIT_RETRY_LATER, choices, floe_command, name_argument,
 from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.settings.types import duration_words, format_count, format_duration, is_filter, is_subject, parse_size
+from common.tasks import Stop, wait_for
 
 
 class RecoveryParts(NamedTuple):
@@ -199,6 +200,15 @@ class Pace:
         count = max(1, bisect_right(list(accumulate(costs)), self.tokens))
         self.tokens -= sum(costs[:count])
         return count, 0.0
+
+    async def wait_admitted(self, sizes: Sequence[int], clock: Clock, stop: Stop) -> int:
+        """Wait until some of the next messages may be sent, and return how many, as `admit`; 0 once `stop` is set."""
+        while not stop.is_set:
+            count, wait = self.admit(clock.monotonic(), sizes)
+            if count:
+                return count
+            await wait_for(stop, wait)
+        return 0
 
 
 def pace_of(rate: str) -> Pace | None:
