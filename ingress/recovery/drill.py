@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from common.archive.scan import ChainArchive, Hole, Problem, Scan
+from common.archive.scan import ChainArchive, Problem, Scan
 from common.clock import Clock
 from common.errors import FloeError, LeaseLost, Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices, floe_command
@@ -35,7 +35,7 @@ from common.tasks import Stop
 from ingress.recovery.delivered import DeliveredRows, as_stored
 from ingress.recovery.fill import transfer_text
 from ingress.recovery.guard import room_error, run_with_renewal
-from ingress.recovery.living import Tally
+from ingress.recovery.living import Tally, damage
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.ranges import ChainRange, ReplayPlan, by_incarnation
 from ingress.recovery.read_back import Differences, read_differences
@@ -208,9 +208,8 @@ class Drill:
                 raise Unavailable("the drill was stopped before its end", hint="run the same command again")
             total = await self._compare(work, client, former.receipt.ranges, problems := list[Problem]())
             # The plan reports holes without damage; accepted ones do not count.
-            reported = tuple(str(each) for each in problems if not isinstance(each, Hole) or each.causes)
             full = await work.threads.run(self._full_replay_seconds, work.request, plan, result)
-            return DrillReport(result, plan, total, full, reported, preview.notes)
+            return DrillReport(result, plan, total, full, damage(problems), preview.notes)
 
         scratch = ScratchStreams(client, work.service, self._settings.instance, self._clock, self._progress)
         return await scratch.run(self._stream, main)

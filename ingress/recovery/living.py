@@ -256,6 +256,11 @@ def missing_of(absent: Sequence[int], info: StreamInfo, deleted: Iterable[int]) 
     return [int(each) for each in found[(found >= first) & ~np.isin(found, np.asarray([*deleted], np.int64))]]
 
 
+def damage(problems: Iterable[Problem]) -> tuple[str, ...]:
+    """Return, as text, the problems without the holes that no damage made."""
+    return tuple(str(each) for each in problems if not isinstance(each, Hole) or each.causes)
+
+
 def inside(sequences: Any, ranges: Iterable[SequenceRange]) -> Any:
     """Return for each of `sequences`, an ascending array, True if one of `ranges` holds it."""
     found = np.zeros(len(sequences), bool)
@@ -407,8 +412,8 @@ class LivingComparison:
         removed = len(tally.absent) - len(missing) - sum(apart.get(n, 0) for n in ("parked", "skipped", "out_of_order"))
         left_out = len(tally.extra) - len(extra)
         # Of a hole without damage the rows are compared: what the stream still has of it is not archived.
-        damaged = [str(each) for each in problems if not isinstance(each, Hole) or each.causes]
-        return Copy(chain, server, rows, differences, removed, left_out, tuple(damaged[:MAX_EXAMPLES]), apart)
+        damaged = damage(problems)[:MAX_EXAMPLES]
+        return Copy(chain, server, rows, differences, removed, left_out, damaged, apart)
 
     def _expected(self, archive: ChainArchive, on_problem: OnProblem, rows: SequenceRange) -> Batches:
         """Return the archived rows as the stream must hold them. Blocking."""
