@@ -142,8 +142,8 @@ class ArchiveFiller:
             await self._run_filter_pass()
         rows = self._rows_to_send(max_row_bytes)
         first = await self._work.read(partial(next, rows, None))
-        rows_left = self._row_filter.rows_left if self._row_filter.needs_pass else None
-        state = self._plan.archive_state(first, rows_left)
+        count = self._row_filter.rows_left if self._row_filter.needs_pass else self._plan.rows
+        state = self._plan.archive_state(first, count)
         config = config_for(state)
         head = b"".join(writer.encode_head(config, self._plan.created, state, consumers))
         async with aclosing(await begin({"config": config, "state": state.to_json(len(consumers))})) as sink:
@@ -151,7 +151,7 @@ class ArchiveFiller:
             async with aclosing(self._encode(rows, writer, first, sink)) as pieces:
                 async for piece in pieces:
                     await sink.send(piece)
-                    self._show_progress(sink.sent)
+                    self._show_progress(count, sink.sent)
             failpoint("restore.sent")
             await sink.finish()
         self.digests.close()
@@ -219,9 +219,9 @@ class ArchiveFiller:
                 unreleased = 0
                 pa.default_memory_pool().release_unused()  # otherwise the allocator keeps freed memory
 
-    def _show_progress(self, size: int) -> None:
-        rows, of = self.digests.rows, self._row_filter.rows_left if self._row_filter.needs_pass else self._plan.rows
-        self._work.update(min(rows, of), of, f"{format_count(rows, 'message')}, {size_words(size)}")
+    def _show_progress(self, count: int, size: int) -> None:
+        rows = self.digests.rows
+        self._work.update(min(rows, count), count, f"{format_count(rows, 'message')}, {size_words(size)}")
 
 
 def _check_sizes(batch: pa.RecordBatch, max_payload: int) -> None:

@@ -323,16 +323,16 @@ class RestorePlan:
         """The times (ns) of the first and the last message; 0 if there is none."""
         return time_range(self.parts) or (0, 0)
 
-    def archive_state(self, first: pa.RecordBatch | None, rows_left: int | None) -> ArchiveState:
+    def archive_state(self, first: pa.RecordBatch | None, count: int) -> ArchiveState:
         """Return the state of the stream for the archive that is sent. `first`: its first rows, None if there are none;
-        `rows_left`: the number of rows that the retention filter leaves, None if they were not counted.
+        `count`: the number of its rows, or an upper bound.
         """
         last_ns = self.time_range_ns[1]
         if first is None:
             return ArchiveState(0, 0, self.last_sequence + 1, last_ns, self.last_sequence, last_ns)
         begin, at = first.column("sequence")[0].as_py(), first.column("timestamp_ns")[0].as_py()
         # The server accepts no more messages than sequences.
-        messages = min(self.rows if rows_left is None else rows_left, self.end - begin + 1)
+        messages = min(count, self.end - begin + 1)
         return ArchiveState(messages, self.bytes, begin, at, self.last_sequence, max(last_ns, at))
 
     @property
