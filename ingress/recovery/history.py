@@ -218,7 +218,10 @@ class ArchivedHistory:
             return newest.incarnation
         found = by_incarnation(self._documents.chains(newest.site, newest.feed))
         for before, own in reversed([*pairwise(found)]):
-            earliest, latest = self._begin(own, before)
+            created = min(map(parse_time, self._creation_times(own[0].with_partition(0))), default=0)
+            if created > moment_ns:
+                continue  # it cannot have begun before that
+            earliest, latest = self._begin(created, own, before)
             if latest <= moment_ns:
                 return own[0].incarnation
             if earliest < moment_ns:
@@ -229,10 +232,11 @@ class ArchivedHistory:
                 )
         return found[0][0].incarnation
 
-    def _begin(self, own: Sequence[Chain], before: Sequence[Chain]) -> tuple[int, int]:
-        """Return the earliest and the latest time (ns) at which the incarnation of the chains `own` can have begun."""
+    def _begin(self, created: int, own: Sequence[Chain], before: Sequence[Chain]) -> tuple[int, int]:
+        """Return the earliest and the latest time (ns) at which the incarnation of the chains `own` can have begun. Its
+        stream was `created` (ns) before or then.
+        """
         chain, documents = own[0].with_partition(0), self._documents
-        created = min(map(parse_time, self._creation_times(chain)), default=0)
         if created > (ended := max(self._looked_up(each, lambda times: times.last_ns) or 0 for each in before)):
             return created, created
         info = documents.objects.head(documents.layout.stream_document(chain))
