@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
@@ -244,12 +244,16 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class SentRows:
-    """The rows that were sent: their blocks, their number, the last sequence; `config`: of the guarded stream."""
+    """The rows that were sent: their blocks, their number, the last sequence; `config`: of the guarded stream.
+
+    `sourced`: the sequences of the newest messages of sources among them.
+    """
 
     blocks: Sequence[DigestBlock]
     rows: int
     end: int
     config: Mapping[str, Any]
+    sourced: Collection[int] = ()
 
     @property
     def first(self) -> int:

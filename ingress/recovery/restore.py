@@ -160,7 +160,6 @@ class Restore:
         self._started, self._printed_notes = self._clock.monotonic(), set[str]()
         self._owner = new_owner(settings.instance)
         self._guarded: GuardedStream | None = None  # of the current attempt
-        self._sent_sourced = set[int]()  # sequences of the newest messages of sources, as far as sent
 
     @property
     def _role(self) -> Literal["egress", "ingress"]:
@@ -353,23 +352,24 @@ class Restore:
             failpoint("restore.recorded")
             await self._create_egress_durables(client, plan)
             filled = await guarded.read_filled()
-            not_kept = await guarded.promote(filled, self._final_config(plan, filled))
+            not_kept = await guarded.promote(filled, self._final_config(plan, filled, expected.sourced))
             failpoint("restore.promoted")
             if any("deliver_subject" in each.config for each in plan.consumers):
                 await guarded.restore_delivery()
             report = replace(report, not_kept=(*report.not_kept, *not_kept), is_promoted=True)
         return replace(report, seconds=self._clock.monotonic() - self._started)
 
-    def _final_config(self, plan: RestorePlan, filled: StreamInfo) -> dict[str, Any]:
+    def _final_config(self, plan: RestorePlan, filled: StreamInfo, sent: Collection[int]) -> dict[str, Any]:
         """Return the final configuration: each source continues after a message that is certainly held, or begins after
         its newest archived one. A message that the server drops soon, or may drop as acknowledged, does not count.
+        `sent`: the sequences of the newest messages of sources, as far as they were sent.
         """
         age = limit_of(plan.config, "max_age")
         since = int((self._clock.now() + EXPIRY_MARGIN_S) * NS_PER_S) - age if age else 0
         is_kept = plan.config.get("retention", "limits") == "limits" and filled.messages > 0
 
         def is_held(row: SourcedRow) -> bool:
-            is_there = row.sequence in self._sent_sourced and row.sequence >= filled.first_sequence
+            is_there = row.sequence in sent and row.sequence >= filled.first_sequence
             return is_kept and is_there and row.timestamp_ns > since
 
         return with_source_starts(plan.config, plan.sourced, is_held)
@@ -389,8 +389,8 @@ class Restore:
         consumers = [with_guard_subject(consumer, plan.name) for consumer in plan.consumers]
         begin = partial(ArchiveUpload.begin, client, plan.name, clock=self._clock)
         sent = await filler.run(begin, writer, guarded, consumers, client.max_payload)
-        self._sent_sourced, digests = filler.sourced, filler.digests
-        return SentRows(digests.blocks, digests.rows, plan.last_sequence, config), sent
+        digests = filler.digests
+        return SentRows(digests.blocks, digests.rows, plan.last_sequence, config, filler.sourced), sent
 
     def _check_stop(self) -> None:
         if self._stop.is_set:
