@@ -154,8 +154,7 @@ class ReplaySurvey:
                 return timing.covered, (None, None), None
             return timing.covered, timing.extent(), timing.between(moments)
 
-        found = await self._threads.run(with_current_listing, self._store, chain, look_up)
-        covered, times, timed = found
+        covered, times, timed = await self._threads.run(with_current_listing, self._store, chain, look_up)
         rows = clip_range(begins, covered, ends, None, None)
         held = None if rows is None else ArchivedSpan(chain, rows, *times)
         begin_ns, first_ns = moments[0], times[0]
