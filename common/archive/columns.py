@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -191,42 +191,31 @@ class Columns:
         return sum(map(len, self.payloads)) + sum(map(len, self.subjects)) + headers
 
     @property
+    def fields(self) -> tuple[list[Any], ...]:
+        """The lists of the fields of a Message, in its order."""
+        return self.sequences, self.timestamps_ns, self.subjects, self.headers, self.payloads
+
+    @property
     def last(self) -> Message:
         """The last message. There must be at least one."""
-        return Message(
-            self.sequences[-1], self.timestamps_ns[-1], self.subjects[-1], self.headers[-1], self.payloads[-1]
-        )
+        return Message(*(values[-1] for values in self.fields))
 
     def part(self, first: int, last: int) -> Columns:
         """Return the messages from index `first` up to, not including, `last`."""
-        keys = self.sample_keys
-        return Columns(
-            self.sequences[first:last],
-            self.timestamps_ns[first:last],
-            self.subjects[first:last],
-            self.headers[first:last],
-            self.payloads[first:last],
-            None if keys is None else keys[first:last],
-        )
+        return self._map(lambda values: values[first:last], self.sample_keys)
 
     def select(self, selected: Sequence[bool] | bytes | bytearray, keys: list[str | None] | None = None) -> Columns:
         """Return the messages for which `selected` is true, with their part of `keys` as sample keys."""
-        return Columns(
-            list(compress(self.sequences, selected)),
-            list(compress(self.timestamps_ns, selected)),
-            list(compress(self.subjects, selected)),
-            list(compress(self.headers, selected)),
-            list(compress(self.payloads, selected)),
-            None if keys is None else list(compress(keys, selected)),
-        )
+        return self._map(lambda values: list(compress(values, selected)), keys)
+
+    def _map(self, take: Callable[[list[Any]], list[Any]], keys: list[str | None] | None) -> Columns:
+        sequences, times, subjects, headers, payloads = map(take, self.fields)
+        return Columns(sequences, times, subjects, headers, payloads, None if keys is None else take(keys))
 
     def extend(self, more: Columns) -> None:
         """Append `more`; its sample keys only if `sample_keys` is not None."""
-        self.sequences.extend(more.sequences)
-        self.timestamps_ns.extend(more.timestamps_ns)
-        self.subjects.extend(more.subjects)
-        self.headers.extend(more.headers)
-        self.payloads.extend(more.payloads)
+        for values, added in zip(self.fields, more.fields, strict=True):
+            values.extend(added)
         if self.sample_keys is not None:
             self.sample_keys.extend(more.sample_keys or [None] * len(more))
 
@@ -246,8 +235,7 @@ def subject_bytes(batch: pa.RecordBatch) -> Any:
 
 def messages(batch: pa.RecordBatch) -> Iterator[Message]:
     """Return the messages one by one, byte for byte as they were read; `columns_of` is faster."""
-    lists = columns_of(batch)
-    return map(Message, lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads)
+    return map(Message, *columns_of(batch).fields)
 
 
 def batch_of(*rows: Message) -> pa.RecordBatch:
