@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.compute
 
+from common.archive.columns import count_up_to
 from common.archive.guard import MIB
 from common.archive.reader import SegmentReader
 from common.archive.segment import UNREAD_REASONS, Footer, Ledger, MergeInputs, Reason, SegmentRef
 from common.archive.store import SegmentStore
-from common.archive.unread import Batches, SegmentBatches, check_forks, count_up_to, merge_windows
+from common.archive.unread import Batches, SegmentBatches, check_forks, merge_windows
 from common.archive.writer import SegmentWriter, SpooledSegment
 from common.errors import SegmentCorrupt, Unavailable
 from common.failpoints import failpoint

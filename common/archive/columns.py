@@ -80,6 +80,11 @@ def lengths(values: pa.Array[Any]) -> pa.Array[Any]:
     return sizes.cast(pa.int64())
 
 
+def count_up_to(sequences: Any, last: int) -> int:
+    """Return the number of `sequences`, an array, that are at most `last`."""
+    return int(pc.less_equal(sequences, pa.scalar(last, pa.int64())).true_count)
+
+
 def total(sizes: pa.Array[Any]) -> int:
     return int(pc.sum(sizes).as_py() or 0)
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from common.archive import checks, guard
 from common.archive.checks import TRAILER_BYTES, RowGroup, check_schema, check_trailer
-from common.archive.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, raw_size, subject_bytes, text_size
+from common.archive.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, count_up_to, raw_size, subject_bytes, text_size
 from common.archive.guard import DEFAULT_LIMITS, Metadata, ParquetLimits, bomb_error, segment_errors
 from common.archive.keys import Layout, SegmentName
 from common.archive.segment import Footer
@@ -174,8 +174,7 @@ class ColumnScan:
     def _select(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         if self._rows is not None:
             sequences = batch.column("sequence")
-            first = pc.less(sequences, pa.scalar(self._rows.first, pa.int64())).true_count
-            end = pc.less_equal(sequences, pa.scalar(self._rows.last, pa.int64())).true_count
+            first, end = (count_up_to(sequences, last) for last in (self._rows.first - 1, self._rows.last))
             batch = batch.slice(first, end - first)
         return batch if self._names == self._schema.names else batch.select(self._names)
 

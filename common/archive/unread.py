@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.archive.columns import CONTENT_COLUMNS, SCHEMA, first_difference
+from common.archive.columns import CONTENT_COLUMNS, SCHEMA, count_up_to, first_difference
 from common.archive.guard import SegmentGone, fork_error
 from common.archive.reader import RowFilter, SegmentReader
 from common.archive.segment import Footer, SegmentRef
@@ -296,11 +296,6 @@ class _Run:
         if not self.head.num_rows:
             self.advance()
         return taken
-
-
-def count_up_to(sequences: Any, last: int) -> int:
-    """Return the number of `sequences`, an array, that are at most `last`."""
-    return int(pc.sum(pc.less_equal(sequences, pa.scalar(last, pa.int64()))).as_py() or 0)
 
 
 def _choose(taken: SegmentBatches, current: SegmentRef) -> Iterator[tuple[SegmentRef, pa.RecordBatch]]:
