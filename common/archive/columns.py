@@ -77,7 +77,7 @@ def lengths(values: pa.Array[Any]) -> pa.Array[Any]:
     if isinstance(values, pa.DictionaryArray):
         return pc.take(lengths(values.dictionary), values.indices)
     sizes: pa.Array[Any] = pc.binary_length(values)  # type: ignore[call-overload]
-    return sizes.cast(pa.int64())
+    return sizes
 
 
 def count_up_to(sequences: Any, last: int) -> int:
@@ -91,11 +91,7 @@ def total(sizes: pa.Array[Any]) -> int:
 
 def text_size(values: pa.Array[Any]) -> int:
     """Return the bytes of all values, those of a dictionary as often as they occur."""
-    if values.null_count == len(values):
-        return 0
-    plain = values.dictionary if isinstance(values, pa.DictionaryArray) else values
-    sizes: Any = pc.binary_length(plain)  # type: ignore[call-overload]
-    return total(pc.take(sizes, values.indices) if isinstance(values, pa.DictionaryArray) else sizes)
+    return 0 if values.null_count == len(values) else total(lengths(values))
 
 
 def raw_size(batch: pa.RecordBatch) -> int:
