@@ -101,6 +101,7 @@ class S3Options:
 
 # "Not implemented", "busy" and "full" mean that nothing was done; other failures may come after the work.
 _NOT_DONE_STATUSES = {501, 503, 507}
+_NOT_SENT_ERRORS = (boto.EndpointConnectionError, boto.ConnectTimeoutError)
 
 
 class TryOutcomes(threading.local):
@@ -110,15 +111,13 @@ class TryOutcomes(threading.local):
     second means "it is there", perhaps because of this very request.
     """
 
-    def __init__(self, not_sent: tuple[type[Exception], ...]) -> None:
-        self._not_sent = not_sent
-        #: True if any try since the last reset may have been done; each request resets it to False when it begins.
-        self.may_be_done = False
+    #: True if any try since the last reset may have been done; each request resets it to False when it begins.
+    may_be_done = False
 
     def record(self, response: Any = None, caught_exception: Exception | None = None, **_: object) -> None:
         """Record the outcome of one try; boto3 calls this after each (its event `needs-retry`)."""
         if caught_exception is not None:
-            self.may_be_done |= not isinstance(caught_exception, self._not_sent)
+            self.may_be_done |= not isinstance(caught_exception, _NOT_SENT_ERRORS)
         elif response is not None:
             status = response[0].status_code
             self.may_be_done |= status >= 500 and status not in _NOT_DONE_STATUSES
@@ -213,7 +212,7 @@ class S3Objects:
     ) -> None:
         self._bucket, self._account = bucket, account
         self._options, self._clock = options or S3Options(), clock or SystemClock()
-        self._outcomes = TryOutcomes(not_sent=(boto.EndpointConnectionError, boto.ConnectTimeoutError))
+        self._outcomes = TryOutcomes()
         self._secret_file, self._credential_lock = secret_file, threading.Lock()
         self._client = self._make_client()
         # Before the first answer the address may be wrong; later the same errors mean a network problem.
