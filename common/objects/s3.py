@@ -256,16 +256,13 @@ class S3Objects:
             return None
         return s3_errors.pause_before(attempts, response[1], self._options.read_timeout)
 
-    def _use_new_secret(self) -> bool:
-        """Use the new content of the secret's file from now on; return True if it is another secret."""
-        if self._secret_file is None:
-            return False
-        with self._credential_lock:
-            if (secret := self._secret_file.get_secret_value()) == self._account.secret_access_key:
-                return False
-            self._account = replace(self._account, secret_access_key=secret)
-            self._client = self._make_client()
-        return True
+    def _use_new_secret(self) -> None:
+        """Use the new content of the secret's file, if there is one, from now on."""
+        if self._secret_file is not None:
+            with self._credential_lock:
+                if (secret := self._secret_file.get_secret_value()) != self._account.secret_access_key:
+                    self._account = replace(self._account, secret_access_key=secret)
+                    self._client = self._make_client()
 
     def _reread_credential(self, refused: S3Client) -> str:
         """Use another credential than that of `refused` from now on, if there is one; return its source, or an empty
