@@ -255,10 +255,9 @@ def body_size(body: Body) -> int:
     return body.stat().st_size if isinstance(body, Path) else len(body)
 
 
-@contextmanager
-def open_body(body: Body) -> Iterator[io.BufferedIOBase]:
-    with body.open("rb") if isinstance(body, Path) else io.BytesIO(body) as file:
-        yield file
+def open_body(body: Body) -> io.BufferedIOBase:
+    """Open the body for one read; the caller closes it."""
+    return body.open("rb") if isinstance(body, Path) else io.BytesIO(body)
 
 
 def iter_chunks(file: io.BufferedIOBase, size: int = COPY_CHUNK_BYTES) -> Iterator[bytes]:
