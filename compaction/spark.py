@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
@@ -35,6 +35,7 @@ from common.service.process import stop_on_signals_sync
 from common.service.progress import Progress, format_share
 from common.settings.root import Settings, SparkSettings
 from common.settings.types import duration_words
+from compaction.plan import Output
 
 if TYPE_CHECKING:
     from pyspark.accumulators import Accumulator
@@ -343,15 +344,6 @@ def spark_error(what: str, error: Exception) -> FloeError:
     return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
 
 
-@runtime_checkable
-class SizedItem(Protocol):
-    """An item with details for its log line. `size`: stored bytes that are read for it."""
-
-    @property
-    def size(self) -> int: ...
-    def log_context(self) -> dict[str, object]: ...
-
-
 class ItemLog:
     """Log of the items that are done, with the count of all and an estimate for the rest; if that is not shown, a line
     of progress on stderr, until `close`.
@@ -371,7 +363,7 @@ class ItemLog:
         self._done.add(number)
         count, of, item = len(self._done), len(self._items), self._items[number]
         seconds = self._clock.monotonic() - self._begun
-        context = {**item.log_context(), "bytes": item.size} if isinstance(item, SizedItem) else {}
+        context = item.log_context() if isinstance(item, Output) else {}
         left = duration_words(seconds * (of - count) / count) if count < of else "0 s"
         log.info("item finished", action="item_finished", work=self._work, item=count, of=of, left=left, **context)
         if not logging.getLogger(__name__).isEnabledFor(logging.INFO):
