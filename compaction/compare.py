@@ -20,7 +20,6 @@ from common.archive.guard import SegmentGone, fork_error
 from common.archive.reader import SegmentReader
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
-from common.archive.unread import UnreadableSegment, reading
 from common.errors import DataError
 from common.sequences import SequenceRange, Stretch, holes
 from compaction.plan import SegmentCover, Supersession
@@ -72,9 +71,8 @@ class DeletionProof:
         if len(coverage) <= DENSE_SEQUENCES and self._first_missing(coverage.first + np.arange(len(coverage))) is None:
             return
         try:
-            with reading(segment, SegmentGone):
-                opened = self._opened(segment)
-        except UnreadableSegment:
+            opened = self._opened(segment)
+        except SegmentGone:
             return
         with opened as below:
             for batch in below.batches(columns=("sequence",)):

@@ -27,7 +27,7 @@ from common.archive.keys import CAPTURES, MAX_LEVEL
 from common.archive.segment import Footer, Reason, SegmentRef
 from common.archive.store import SegmentGone, SegmentStore, quarantine_command
 from common.archive.table import WINDOW_SEGMENTS, SegmentTable
-from common.archive.unread import StretchReader, UnreadableSegment, open_stretch, reading
+from common.archive.unread import StretchReader, UnreadableSegment, open_stretch
 from common.chain import Chain
 from common.errors import DataError
 from common.sequences import CoverageSet, SequenceRange, cover, holes
@@ -319,11 +319,10 @@ class _Verification:
             if footers[stretch.segment.key].unread is None:
                 continue
             try:
-                segment = stretch.segment
-                with reading(segment, SegmentGone), open_stretch(self._store, stretch, refs=segments) as reader:
-                    found += _late_problems(reader, segment, self.chain)
+                with open_stretch(self._store, stretch, refs=segments) as reader:
+                    found += _late_problems(reader, stretch.segment, self.chain)
                     found += self._gone_problems(reader)
-            except UnreadableSegment:
+            except SegmentGone:
                 continue
             except ForkError as error:
                 found.append(VerifyProblem("fork", error.message, error.hint, stretch.rows))
