@@ -45,7 +45,7 @@ def report_rows(report: RunReport) -> list[list[object]]:
 
 
 def totals(report: RunReport) -> dict[str, int]:
-    """Return the totals of the run, for the line at its end."""
+    """Return the totals of the run, for the line at its end and its metrics."""
     return {
         "merged": len(report.merged),
         "rows": sum(each.rows for each in report.merged),
@@ -149,7 +149,7 @@ def _preview_totals(surveys: Sequence[ChainSurvey], retained: RetentionReport) -
         "deletable": len(deletable),
         "deletable_bytes": sum(segment.size for segment in deletable),
         "expired": len(retained.expired),
-        "expired_bytes": sum(map(retained.expired.size_at, range(len(retained.expired)))),
+        "expired_bytes": retained.expired.size,
     }
 
 
@@ -318,24 +318,24 @@ failed = gauge("compaction_failures", "Problems of the last run, reported before
 def show_metrics(report: RunReport | None, seconds: float, now: float, *, is_success: bool) -> None:
     """Set the metrics of a run that took `seconds` and ended at `now`; `report` None: it was aborted."""
     done = report or RunReport()
+    sums = totals(done)
     last_run.set(now)
     duration.set(seconds)
     if is_success:
         last_success.set(now)
     merged_segments.set(sum(each.inputs for each in done.merged))
-    output_segments.set(len(done.merged))
-    merged_rows.set(sum(each.rows for each in done.merged))
-    read_bytes.set(sum(each.size for each in done.merged))
-    written_bytes.set(sum(each.ref.size for each in done.merged))
-    deleted_segments.set(len(done.deleted))
-    deleted_bytes.set(sum(map(done.deleted.size_at, range(len(done.deleted)))))
-    expired = done.retention.expired
-    expired_segments.set(len(expired))
-    expired_bytes.set(sum(map(expired.size_at, range(len(expired)))))
+    output_segments.set(sums["merged"])
+    merged_rows.set(sums["rows"])
+    read_bytes.set(sums["bytes"])
+    written_bytes.set(sums["stored_bytes"])
+    deleted_segments.set(sums["deleted"])
+    deleted_bytes.set(done.deleted.size)
+    expired_segments.set(sums["expired"])
+    expired_bytes.set(done.retention.expired.size)
     held_bytes.clear()
     for each in done.retention.holds:
         held_bytes.labels(each.target).inc(each.size)
-    failed.set(1 if report is None else len(done.failures))
+    failed.set(1 if report is None else sums["failures"])
 
 
 def read_last_success(path: Path) -> float:

@@ -112,6 +112,11 @@ class SegmentTable(Sequence[SegmentRef]):
             folder, row = self._locate(indices.start)
             yield from map(folder.ref, range(row, row + len(indices)))
 
+    @property
+    def size(self) -> int:
+        """Stored bytes of all segments."""
+        return sum(sum(folder.sizes) for folder in self._folders.values())
+
     def size_at(self, index: int) -> int:
         folder, row = self._locate(index)
         return folder.sizes[row]
