@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from common.archive.columns import SCHEMA, TEXT_COLUMNS, is_text, microseconds
 from common.archive.guard import Chunk, Metadata, ParquetLimits, bomb_error, chunk
-from common.archive.keys import MAX_LEVEL, Layout, SegmentName
+from common.archive.keys import Layout, SegmentName
 from common.archive.segment import FOOTER_KEY, Footer, decode_subject
 from common.chain import Chain
 from common.errors import SegmentCorrupt
@@ -93,8 +93,6 @@ def read_footer(metadata: Metadata, expected: SegmentName) -> Footer:
         found, wanted = getattr(footer, what), getattr(expected, what)
         if found != wanted:
             raise _meta_error(f"footer {what}: expected {wanted} as in the key, found {found}")
-    if not 0 <= footer.level <= MAX_LEVEL:
-        raise _meta_error(f"footer level: expected 0 to {MAX_LEVEL}, found {footer.level}")
     _check_counts(footer, metadata.rows)
     return footer
 
