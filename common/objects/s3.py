@@ -72,9 +72,9 @@ class S3Options:
     """The options of requests to a store.
 
     `checksum`: the kind that the server checks on a put. `attempts`: per request, the first included.
-    `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store. Bodies above
-    `multipart_bytes` are uploaded in parts of `part_bytes`. `conditional_puts`: `no` sends no condition, `auto` none
-    after the first refusal: ConditionalPutRefused; with `yes` such a refusal is a configuration error.
+    `connect_timeout`, `read_timeout`: seconds. Bodies above `multipart_bytes` are uploaded in parts of `part_bytes`.
+    `conditional_puts`: `no` sends no condition, `auto` none after the first refusal: ConditionalPutRefused; with `yes`
+    such a refusal is a configuration error.
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
@@ -85,7 +85,6 @@ class S3Options:
     attempts: int = 5
     connect_timeout: float = 5.0
     read_timeout: float = 60.0
-    connections: int = 32
     multipart_bytes: int = 64 * 1024 * 1024
     part_bytes: int = 16 * 1024 * 1024
     conditional_puts: Literal["auto", "yes", "no"] = "auto"
@@ -189,6 +188,7 @@ def _disable_redirects(context: dict[str, Any], **_: object) -> None:
 
 
 KEYS_PER_PAGE = 1000
+KEPT_CONNECTIONS = 32  # kept open, as many as threads use the store
 CONDITIONS_HINT = "concurrent writes are claimed in the state bucket; retention needs a store with conditions"
 
 T = TypeVar("T")
@@ -234,7 +234,7 @@ class S3Objects:
             f"store s3://{self._bucket}",
             session,
             retries={"mode": "standard", "total_max_attempts": options.attempts},
-            max_pool_connections=options.connections,
+            max_pool_connections=KEPT_CONNECTIONS,
             connect_timeout=options.connect_timeout,
             read_timeout=options.read_timeout,
             s3={"addressing_style": "path" if is_path else options.addressing_style},
