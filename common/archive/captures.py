@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.archive.documents import Document, expect_range, list_named
-from common.archive.keys import DIGEST_LENGTH, CaptureName, Layout
+from common.archive.keys import CAPTURES, DIGEST_LENGTH, CaptureName, Layout
 from common.chain import FEED_PATTERN, Chain
 from common.clock import parse_time
 from common.documents import JsonCodec
@@ -36,7 +36,7 @@ from common.sequences import MAX_SEQUENCE
 
 MAX_CAPTURE_BYTES = 32 * 1024 * 1024  # some 50,000 consumers
 OLDER_CAPTURE_HINT = "remove it: an older capture is used then"
-CONFIG, CONSUMERS, DELETIONS, RESTORED = "config", "consumers", "deletions", "restored"
+CONFIG, CONSUMERS, DELETIONS, RESTORED = CAPTURES
 
 _SAME_TIME_S = 2.0  # seconds: objects of one end that were stored within them are ordered by their content
 
