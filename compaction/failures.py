@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from common.archive.guard import ForkError, SegmentGone
-from common.archive.keys import Layout
+from common.archive.keys import Layout, digest_of
 from common.archive.unread import UnreadableSegment
 from common.chain import Chain
 from common.errors import DataError, FloeError
@@ -102,5 +101,4 @@ class KnownFailures:
         """Return the key of the failure's record; empty for a failure that does not concern the data of one chain."""
         if failure.chain is None or failure.exit_code != DataError.exit_code:
             return ""
-        digest = hashlib.sha256(failure.line.encode()).hexdigest()[:16]
-        return f"{self._layout.reported_prefix(failure.chain)}{digest}.json"
+        return f"{self._layout.reported_prefix(failure.chain)}{digest_of(failure.line.encode())}.json"

@@ -10,7 +10,6 @@ checked; a damaged one is reported and never acted on.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from array import array
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.archive.documents import Document, SnapshotRef, newest_first
-from common.archive.keys import Layout
+from common.archive.keys import Layout, digest_of
 from common.archive.segment import SegmentRef
 from common.archive.table import SegmentTable
 from common.chain import Chain
@@ -62,8 +61,7 @@ class Tombstone:
 
     @property
     def name(self) -> str:
-        digest = hashlib.sha256(self.to_json()).hexdigest()[:16]
-        return f"{self.coverage.last:020d}-{self.coverage.first:020d}-{digest}.json"
+        return f"{self.coverage.last:020d}-{self.coverage.first:020d}-{digest_of(self.to_json())}.json"
 
     def problem(self) -> str:
         """Return a description of the rule that it breaks; empty if it keeps them all."""
@@ -216,7 +214,7 @@ class TombstoneStore:
         def decode(raw: bytes) -> Tombstone:
             if not (match := _NAME.fullmatch(key.rpartition("/")[2])):
                 raise ValueError("foreign name")
-            if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
+            if digest_of(raw) != match["digest"]:
                 raise ValueError(f"expected content with SHA-256 {match['digest']}…")
             return Tombstone.from_json(raw, self._layout, chain)
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.archive.documents import Document, expect_range, list_named
-from common.archive.keys import CAPTURES, DIGEST_LENGTH, CaptureName, Layout
+from common.archive.keys import CAPTURES, CaptureName, Layout, digest_of
 from common.chain import FEED_PATTERN, Chain
 from common.clock import parse_time
 from common.documents import JsonCodec
@@ -328,8 +328,8 @@ class CaptureStore:
         Raises DataError if it is larger than the limit of a read.
         """
         body = to_json(document := with_chain_name(chain, document))
-        kind, digest = CAPTURE_KINDS[type(document)], hashlib.sha256(body).hexdigest()[:DIGEST_LENGTH]
-        return self._document(CaptureName(chain.with_partition(0), kind, document.end, digest)).add(document)
+        kind = CAPTURE_KINDS[type(document)]
+        return self._document(CaptureName(chain.with_partition(0), kind, document.end, digest_of(body))).add(document)
 
     def config(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConfig | None:
         return self.newest(CapturedConfig, chain, end, moment_ns)
@@ -405,7 +405,7 @@ class CaptureStore:
 
     def _document(self, name: CaptureName) -> Document[Captured]:
         def decode(raw: bytes) -> Captured:
-            if (digest := hashlib.sha256(raw).hexdigest()[:DIGEST_LENGTH]) != name.digest:
+            if (digest := digest_of(raw)) != name.digest:
                 raise ValueError(f"expected the digest of its name, found {digest}")
             document: Captured = _CODECS[name.kind].decode(raw)
             if document.end != name.end:

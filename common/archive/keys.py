@@ -23,6 +23,7 @@ exactly the segments that reach the position. Parts that people name are percent
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -397,6 +398,11 @@ class Layout:
 
     def start_document(self, target: str, site: str, feed: str) -> str:
         return f"{self.ingress_prefix(target)}starts/site={encode(site)}/feed={encode(feed)}/start.json"
+
+
+def digest_of(content: bytes) -> str:
+    """Return the digest of an object's content that its name holds: the first 16 hex digits of the SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:DIGEST_LENGTH]
 
 
 def _check_digest(digest: str) -> None:
