@@ -148,7 +148,7 @@ def verify_chains(
     *,
     deep: bool = False,
     window: int = WINDOW_SEGMENTS,
-    on_segment: OnSegment | None = None,
+    on_segment: OnSegment = lambda _segment, _footer: None,
     on_listed: OnListed = lambda _chain, _segments: None,
 ) -> list[ChainReport]:
     """Return a report of each selected chain. Raises the errors of the store; problems of the data are in the reports.
@@ -181,7 +181,7 @@ class _Verification:
     """
 
     def __init__(
-        self, store: SegmentStore, chains: ChainStore, chain: Chain, on_segment: OnSegment | None, *, deep: bool
+        self, store: SegmentStore, chains: ChainStore, chain: Chain, on_segment: OnSegment, *, deep: bool
     ) -> None:
         self.chain, self._store, self._chains, self._deep = chain, store, chains, deep
         self._on_segment, self._report = on_segment, ChainReport(chain)
@@ -306,8 +306,7 @@ class _Verification:
                 if isinstance(footer, Footer):
                     footers[segment.key] = footer
                     self._report.rows += footer.rows
-                    if self._on_segment is not None:
-                        self._on_segment(segment, footer)
+                    self._on_segment(segment, footer)
                 elif footer is not None:
                     self._report.problems.append(footer)
         return footers
