@@ -23,6 +23,7 @@ _STOP, _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _M
 _BITS = {_I16: 15, _I32: 31, _I64: 63}  # of an integer, without the sign
 _MAX_VARINT_BYTES = 10
 _LONG_LIST = 15
+_MAX_DEPTH = 8  # of nested structures
 
 Struct = dict[int, Any]
 
@@ -33,11 +34,10 @@ class TruncatedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a structure. `values`: in all, list elements included. `elements`: of one list. `depth`: of nesting."""
+    """Limits of a structure. `values`: in all, list elements included. `elements`: of one list."""
 
     values: int
     elements: int
-    depth: int = 8
 
 
 def read_struct(data: bytes, bounds: Bounds) -> tuple[Struct, int]:
@@ -78,8 +78,8 @@ class _Reader:
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
-        if depth >= self._bounds.depth:
-            raise ValueError(f"structures nested deeper than {self._bounds.depth}")
+        if depth >= _MAX_DEPTH:
+            raise ValueError(f"structures nested deeper than {_MAX_DEPTH}")
         if kind in _BITS:
             return self._integer(kind)
         if kind == _BINARY:
