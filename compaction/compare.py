@@ -19,7 +19,7 @@ from common.archive.columns import CONTENT_COLUMNS, SCHEMA, first_difference
 from common.archive.guard import SegmentGone, fork_error
 from common.archive.reader import SegmentReader
 from common.archive.segment import SegmentRef
-from common.archive.store import SegmentStore
+from common.archive.store import ONE_FETCH_BYTES, SegmentStore
 from common.errors import DataError
 from common.sequences import SequenceRange, Stretch, holes
 from compaction.plan import SegmentCover, Supersession
@@ -28,7 +28,6 @@ IntArray = npt.NDArray[np.int64]
 pc: Any = pyarrow.compute  # its stubs do not type kernels
 
 DENSE_SEQUENCES = 1 << 20  # sequences; a coverage up to here is checked as a whole before its rows are read
-WHOLE_FETCH_BYTES = 1 << 20  # stored; a segment up to here is fetched whole, by one request
 
 
 def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
@@ -114,7 +113,7 @@ class DeletionProof:
 
     def _opened(self, segment: SegmentRef) -> SegmentReader:
         """Open a segment; of a large one only the sequences are fetched."""
-        return self._store.open(segment) if segment.size <= WHOLE_FETCH_BYTES else self._store.open_part(segment)
+        return self._store.open(segment) if segment.size <= ONE_FETCH_BYTES else self._store.open_part(segment)
 
     def close(self) -> None:
         if self._above is not None:

@@ -34,7 +34,7 @@ from common.archive.keys import Layout
 from common.archive.reader import RowFilter
 from common.archive.scan import EVERY_ROW, ChainArchive, Hole, Problem, Scan, with_current_listing
 from common.archive.segment import SegmentRef
-from common.archive.store import SegmentGone, SegmentStore
+from common.archive.store import ONE_FETCH_BYTES, SegmentGone, SegmentStore
 from common.archive.times import Timeline
 from common.chain import Chain
 from common.clock import SystemClock
@@ -74,9 +74,6 @@ def read_stretch(
     archive = ChainArchive(store, chain, refs, is_fixed=True) if is_fixed else ChainArchive.planned(store, stretch)
     for batch in Scan(archive, stretch.rows, refuse, columns=columns, row_filter=row_filter).batches():
         yield batch.select(columns)
-
-
-_WHOLE_FETCH_BYTES = 2**20  # bytes; a segment up to this size is fetched by one request, even for a part of it
 
 
 def register(spark: SparkSession) -> None:
@@ -156,7 +153,7 @@ def _read_partition(options: ReadOptions, partition: InputPartition) -> Iterator
     schema, stretch, store = options.schema(), partition.stretch, _open_store(options.store, options.spool_dir)
     wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
     columns = [name for name in SCHEMA.names if name in wanted]
-    is_large, is_whole = stretch.segment.size > _WHOLE_FETCH_BYTES, stretch.rows.encloses(stretch.segment.coverage)
+    is_large, is_whole = stretch.segment.size > ONE_FETCH_BYTES, stretch.rows.encloses(stretch.segment.coverage)
     is_little = not is_whole or "payload" not in columns or bool(options.row_filter.subjects)
     if partition.is_at_edge or (is_large and is_little):
         store = store.with_partial_reads(always=True)

@@ -100,6 +100,7 @@ def _runs(blocks: list[int]) -> list[range]:
 # Up to this size a segment is fetched whole, so that its name proves its bytes; beyond it, by ranges.
 WHOLE_BYTES = 256 * MIB
 IN_MEMORY_BYTES = 64 * 1024  # up to this size without a file, in half of the time
+ONE_FETCH_BYTES = MIB  # up to this size one request for all of a segment costs no more than several for a part
 FETCH_RETRY_S = (0.1, 0.5)  # seconds before damaged bytes are fetched again
 
 
