@@ -18,7 +18,7 @@ from common.settings.types import format_count, size_words
 from compaction.plan import Output
 from compaction.retention import RetentionReport
 from compaction.run import ChainSurvey, RunReport
-from compaction.verify import FINDINGS, ChainReport, LevelReport
+from compaction.verify import ChainReport, LevelReport
 
 Ref = TypeVar("Ref", SegmentRef, SnapshotRef, CaptureRef)
 
@@ -192,12 +192,12 @@ def verify_row(report: ChainReport) -> list[object]:
     return [
         report.chain,
         report.coverage,
-        " ".join(f"{level}:{count}" for level, count in report.segments.items()) or None,
+        _counts(report.segments),
         report.size,
         report.overlapping,
         " ".join(map(str, report.accepted)) or None,
         len(report.problems),
-        _findings(report.findings()),
+        _counts(report.findings()),
     ]
 
 
@@ -208,14 +208,15 @@ def verify_total(reports: Sequence[ChainReport], foreign: ForeignKeys) -> list[o
         segments.update(report.segments)
         findings.update(report.findings())
     findings["foreign"] = foreign.count
-    levels = " ".join(f"{level}:{count}" for level, count in sorted(segments.items())) or None
     size, overlapping = sum(each.size for each in reports), sum(each.overlapping for each in reports)
     problems = sum(len(each.problems) for each in reports)
-    return ["total", None, levels, size, overlapping, None, problems, _findings(findings)]
+    levels = _counts(dict(sorted(segments.items())))
+    return ["total", None, levels, size, overlapping, None, problems, _counts(findings)]
 
 
-def _findings(counts: Mapping[str, int]) -> str | None:
-    return " ".join(f"{finding}:{counts[finding]}" for finding in FINDINGS if counts[finding]) or None
+def _counts(counts: Mapping[Any, int]) -> str | None:
+    """Return the counts that are not 0, in their order, by name; None without any."""
+    return " ".join(f"{name}:{count}" for name, count in counts.items() if count) or None
 
 
 def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
