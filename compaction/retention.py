@@ -131,7 +131,7 @@ def plan_floor(
     """Plan the beginning of a chain after retention. Pure, except for `newest`.
 
     `stretches`: its cover from `floor` on, its present beginning. `now`: by the store's clock. `excess`: the bytes that
-    it has too many. `needed_from`: the first sequence that a target needs.
+    it has too many. `need`: the first sequence that a target needs.
     """
     held = 0
     for stretch in _due(stretches, rule, now, excess, newest):
