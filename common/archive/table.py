@@ -140,14 +140,14 @@ class SegmentTable(Sequence[SegmentRef]):
             offset += len(folder)
         return None
 
-    def windows(self, size: int | None = None) -> Iterator[Window]:
+    def windows(self, size: int = WINDOW_SEGMENTS) -> Iterator[Window]:
         """Yield the indices of all segments, window by window, ascending; a window has a range for each level.
 
-        A window holds `size` segments (None: WINDOW) and those that overlap them: if overlaps connect all segments,
+        A window holds `size` segments and those that overlap them: if overlaps connect all segments,
         there is one window, as large as the chain.
         """
         begins = dict.fromkeys(self._folders, 0)
-        for cut in [*reversed(self._cuts(size or WINDOW_SEGMENTS)), MAX_SEQUENCE]:
+        for cut in [*reversed(self._cuts(size)), MAX_SEQUENCE]:
             window, offset = [], 0
             for prefix, folder in self._folders.items():
                 begin, end = begins[prefix], bisect_right(folder.lasts, cut)
