@@ -190,21 +190,18 @@ class Timeline:
         with reading(stretch.segment, SegmentCorrupt):
             if times is not None and times.is_mixed:
                 with open_stretch(self._store.with_partial_reads(), stretch, refs=self._usable) as whole:
-                    found = (_first_row_sequence(batch, moment_ns) for batch in whole.batches(columns=_TIME_COLUMNS))
-                    return next((sequence for sequence in found if sequence is not None), None)
+                    return _first_row_sequence(whole.batches(columns=_TIME_COLUMNS), moment_ns)
             with self._store.open_part(stretch.segment) as reader:
-                for group, (_, last) in zip(reader.row_groups, reader.timestamp_bounds(), strict=True):
-                    rows = group.range.intersection(stretch.rows)
-                    if last < moment_ns or rows is None:
-                        continue
-                    for batch in reader.batches(rows, _TIME_COLUMNS):
-                        if (sequence := _first_row_sequence(batch, moment_ns)) is not None:
-                            return sequence
-        return None
+                bounds = zip(reader.row_groups, reader.timestamp_bounds(), strict=True)
+                late = (group.range.intersection(stretch.rows) for group, (_, last) in bounds if last >= moment_ns)
+                batches = (batch for rows in late if rows for batch in reader.batches(rows, _TIME_COLUMNS))
+                return _first_row_sequence(batches, moment_ns)
 
 
-def _first_row_sequence(batch: pa.RecordBatch, moment_ns: int) -> int | None:
-    late = pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(moment_ns, pa.int64()))
-    row: int = pc.index(late, True).as_py()
-    sequence: int | None = batch.column("sequence")[row].as_py() if row >= 0 else None
-    return sequence
+def _first_row_sequence(batches: Iterable[pa.RecordBatch], moment_ns: int) -> int | None:
+    for batch in batches:
+        late = pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(moment_ns, pa.int64()))
+        if (row := pc.index(late, True).as_py()) >= 0:
+            sequence: int = batch.column("sequence")[row].as_py()
+            return sequence
+    return None
