@@ -129,20 +129,19 @@ class _Reader(DataSourceReader):
         store = _open_store(self._options.store, self._options.spool_dir)
         chains = self._options.selected(ChainStore(store.objects, store.layout))
         planned = map_in_threads(lambda chain: _plan_chain(store, chain, self._options), chains)
-        return [_Partition(stretch, is_at_edge) for stretches in planned for stretch, is_at_edge in stretches]
+        return [partition for partitions in planned for partition in partitions]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return _read_partition(self._options, partition)
 
 
-def _plan_chain(store: SegmentStore, chain: Chain, options: ReadOptions) -> list[tuple[Stretch[SegmentRef], bool]]:
-    """Return the stretches to read of a chain, each with True if it is at an edge of the range of time."""
+def _plan_chain(store: SegmentStore, chain: Chain, options: ReadOptions) -> list[_Partition]:
     rows, begin, end = options.rows, options.row_filter.begin, options.row_filter.end
 
-    def plan(refs: list[SegmentRef]) -> list[tuple[Stretch[SegmentRef], bool]]:
+    def plan(refs: list[SegmentRef]) -> list[_Partition]:
         timeline = Timeline(store, refs, rows.first)
         stretches = timeline.between(begin, end, rows.last, options.margin_ns)
-        return [(each, timeline.is_at_edge(each.segment, begin, end)) for each in stretches]
+        return [_Partition(each, timeline.is_at_edge(each.segment, begin, end)) for each in stretches]
 
     return with_current_listing(store, chain, plan, rows.first, options.level)
 
