@@ -181,9 +181,9 @@ async def create_stream(client: FloeClient, config: dict[str, Any], max_bytes: i
     return await create_stream(client, {**config, "max_bytes": max_bytes})
 
 
-async def delete_stream(client: FloeClient, stream: str, timeout: float = 5.0) -> bool:
-    """Delete the stream; return False if it did not exist."""
-    return await _delete(client, f"STREAM.DELETE.{check_token(stream)}", STREAM_NOT_FOUND, timeout=timeout)
+async def delete_stream(client: FloeClient, stream: str, timeout: float = 5.0) -> None:
+    """Delete the stream; do nothing if it does not exist."""
+    await _delete(client, f"STREAM.DELETE.{check_token(stream)}", STREAM_NOT_FOUND, timeout=timeout)
 
 
 async def next_message(client: FloeClient, stream: str, sequence: int, filter_subject: str = "") -> Message | None:
@@ -313,21 +313,19 @@ async def _read_pages(client: FloeClient, call: str, key: str) -> list[Any]:
             return found
 
 
-async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
-    """Delete the consumer; return False if the consumer or the stream did not exist."""
+async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> None:
+    """Delete the consumer; do nothing if the consumer or the stream does not exist."""
     name = f"CONSUMER.DELETE.{check_token(stream)}.{check_token(consumer)}"
-    return await _delete(client, name, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
+    await _delete(client, name, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
 
 
-async def _delete(client: FloeClient, name: str, *not_found: int, timeout: float = 5.0) -> bool:
-    """Send a request that deletes; return False if JetStream answers with one of the error codes `not_found`."""
+async def _delete(client: FloeClient, name: str, *not_found: int, timeout: float = 5.0) -> None:
+    """Send a request that deletes. JetStream may answer with one of the error codes `not_found`: nothing is there."""
     try:
         await client.api(name, timeout=timeout)
     except ApiError as error:
-        if error.err_code in not_found:
-            return False
-        raise
-    return True
+        if error.err_code not in not_found:
+            raise
 
 
 def _stream_info(answer: dict[str, Any]) -> StreamInfo:
