@@ -278,10 +278,10 @@ def parse_period(text: str) -> float:
 
 def _check_period(text: str) -> str:
     form = f"never, or a duration from {MIN_PERIOD} to {MAX_PERIOD}"
-    if text and not 0 <= (seconds := _parsed(text, parse_period, form)) <= parse_duration(MAX_PERIOD):
-        raise value_error(form)
-    if text not in ("", NEVER) and seconds < parse_duration(MIN_PERIOD):
-        raise value_error(form)
+    if text not in ("", NEVER):
+        seconds = _parsed(text, parse_duration, form)
+        if not parse_duration(MIN_PERIOD) <= seconds <= parse_duration(MAX_PERIOD):
+            raise value_error(form)
     return text
 
 
