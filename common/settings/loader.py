@@ -190,16 +190,10 @@ def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
 
 def _unknown_key_message(location: Sequence[str | int]) -> str:
     """Return the message for an unknown key. The section that uses the key decides; for `defaults`, the entry."""
-    return f"unknown key; {yaml.suggest_key(str(location[-1]), _known_keys(_section(location[:-1])))}"
-
-
-def _known_keys(section: type[Section] | None) -> list[str]:
+    section = section_at([part for part in location[:-1] if not str(part).startswith("(")])
     known = list(fields_of(section)) if section else []
-    return known + [f"{name}_file" for name in known if is_secret(section, name)]
-
-
-def _section(location: Sequence[str | int]) -> type[Section] | None:
-    return section_at([part for part in location if not str(part).startswith("(")])
+    known += [f"{name}_file" for name in known if is_secret(section, name)]
+    return f"unknown key; {yaml.suggest_key(str(location[-1]), known)}"
 
 
 def found_text(place: yaml.Place) -> str:
