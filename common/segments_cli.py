@@ -127,14 +127,13 @@ def list_segments(
     settings = load_settings(config, quiet=True)
     store, chains = open_for_view(settings)
 
-    bounds, taken, problems = resolve_range(SystemClock().now(), since, until), list[Stretch[SegmentRef]](), list[str]()
+    bounds, taken = resolve_range(SystemClock().now(), since, until), list[Stretch[SegmentRef]]()
     for chain in select_chains(chains, what, configured_feeds(settings)):
         archive = ChainArchive.listed(store, chain, level=level)
         refs = archive.overlapping(within) if (within := _select(archive, bounds)) else []
         taken += cover(refs, 1) if is_cover else [Stretch(ref, ref.coverage) for ref in refs]
     rows = [_listed(each, settings) for each in taken]
-    if is_wide:
-        _add_footers(store, [each.segment for each in taken], rows, problems)
+    problems = _add_footers(store, [each.segment for each in taken], rows) if is_wide else []
     if as_json:
         print_json(rows)
     elif form == "table":
@@ -149,7 +148,7 @@ def list_segments(
             others = "also hold rows that others account for; --json names the rows to take"
             click.echo(f"{count} of these {others}", err=True)
     for problem in problems:
-        click.echo(str(problem), err=True)
+        click.echo(problem, err=True)
     return EXIT_DIFFERENCES if problems else 0
 
 
@@ -163,19 +162,21 @@ def _select(archive: ChainArchive, bounds: Bounds) -> SequenceRange | None:
     return SequenceRange(first, last) if first <= last else None
 
 
-def _add_footers(
-    store: SegmentStore, refs: Sequence[SegmentRef], rows: Sequence[dict[str, object]], problems: list[str]
-) -> None:
-    """Add values from the footer of its segment to each of `rows`; None if the footer cannot be read."""
+def _add_footers(store: SegmentStore, refs: Sequence[SegmentRef], rows: Sequence[dict[str, object]]) -> list[str]:
+    """Add values from the footer of its segment to each of `rows`; None if the footer cannot be read. Return the
+    problems.
+    """
+    problems = list[str]()
     with ThreadPoolExecutor(PARALLEL_FOOTERS) as pool:
         for row, found in zip(rows, pool.map(store.inspect, refs), strict=True):
-            values = (None, None, None)
+            row |= dict.fromkeys(("rows", "first_time", "last_time"))
             if isinstance(found, DataError):
                 problems.append(found.message)
-            else:
-                times = (found.first_timestamp_ns, found.last_timestamp_ns)
-                values = (found.rows, *(None if at is None else format_time(at) for at in times))  # type: ignore[assignment]
-            row |= dict(zip(("rows", "first_time", "last_time"), values, strict=True))
+                continue
+            row["rows"] = found.rows
+            times = {"first_time": found.first_timestamp_ns, "last_time": found.last_timestamp_ns}
+            row |= {name: format_time(at) for name, at in times.items() if at is not None}
+    return problems
 
 
 def _total(refs: Sequence[SegmentRef], rows: Sequence[Mapping[str, Any]]) -> str:
