@@ -23,12 +23,11 @@ from common.archive.segment import Message
 from common.archive.store import SegmentStore
 from common.archive.unread import open_stretch
 from common.chain import Chain
-from common.errors import ConfigError
-from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from common.nats.headers import split_provenance
 from common.nats.pull import for_each_message
 from common.sequences import SequenceRange, cover, holes
+from infra.publish import existing_stream
 
 MAX_EXAMPLES = 5  # of each kind of damage
 
@@ -302,9 +301,7 @@ async def read_stream(client: FloeClient, stream: str, take: Callable[[Message],
 
     Raises ConfigError if the stream does not exist, and the errors of `for_each_message`.
     """
-    info = await stream_info(client, stream)
-    if info is None:
-        raise ConfigError(f"stream {stream}: expected to exist, found none")
+    info = await existing_stream(client, stream)
     if info.messages:
         await for_each_message(client, stream, info.last_sequence, take)
     return info.last_sequence

@@ -22,7 +22,7 @@ from typing import Any
 
 from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import ConfigError, Unavailable
-from common.nats.api import stream_info
+from common.nats.api import StreamInfo, stream_info
 from common.nats.client import ApiError, FloeClient, RawSubscription, frame
 from common.nats.pull import get_message
 from common.tasks import wait_for
@@ -389,7 +389,7 @@ async def publish_awkward(
     most that the server takes, and then the server of a target must take more. Raises ConfigError if the stream does
     not exist.
     """
-    config = await _config(client, stream)
+    config = (await existing_stream(client, stream)).config
     made = awkward_messages(
         rng,
         root=subject_root,
@@ -411,11 +411,11 @@ async def publish_awkward(
     return AwkwardReport(published, Counter(kinds[number] for number in sequences), deleted)
 
 
-async def _config(client: FloeClient, stream: str) -> dict[str, Any]:
-    info = await stream_info(client, stream)
-    if info is None:
+async def existing_stream(client: FloeClient, stream: str) -> StreamInfo:
+    """Return the stream's state and configuration. Raises ConfigError if it does not exist."""
+    if (info := await stream_info(client, stream)) is None:
         raise ConfigError(f"stream {stream}: expected to exist, found none")
-    return info.config
+    return info
 
 
 async def _wait_for_duplicate_window(publisher: AckedPublisher, config: Mapping[str, Any], clock: Clock) -> None:
