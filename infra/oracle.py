@@ -141,16 +141,16 @@ def allow_left_out(comparison: OracleResult, left_out: int) -> OracleResult:
     If another number is missing, the difference counts as lost.
     """
     missing = comparison.lost
-    if missing == left_out:
-        return replace(comparison, lost_prefix=0, lost_middle=0, lost_postfix=0, left_out=left_out, examples=())
+    others = abs(missing - left_out)
     example = f"missing {missing}, expected {left_out} by the ledger"
+    examples = (example, *comparison.examples) if others else ()
     return replace(
         comparison,
         lost_prefix=0,
-        lost_middle=abs(missing - left_out),
+        lost_middle=others,
         lost_postfix=0,
         left_out=min(missing, left_out),
-        examples=(example, *comparison.examples),
+        examples=examples,
     )
 
 
