@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice, takewhile
 
+from common.archive.catalog import span
 from common.archive.columns import messages
 from common.archive.segment import Message
 from common.archive.store import SegmentStore
@@ -317,7 +318,6 @@ def archived_messages(store: SegmentStore, chain: Chain, position: int = 1) -> I
 
 def archive_holes(store: SegmentStore, chain: Chain) -> list[SequenceRange]:
     """Return the ranges between the first and the last covered sequence that no segment covers."""
-    ranges = [ref.coverage for ref in store.list(chain)]
-    if not ranges:
-        return []
-    return holes(ranges, SequenceRange(min(r.first for r in ranges), max(r.last for r in ranges)))
+    refs = store.list(chain)
+    whole = span(refs)
+    return holes((ref.coverage for ref in refs), whole) if whole else []
