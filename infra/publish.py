@@ -24,6 +24,7 @@ from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import ConfigError, Unavailable
 from common.nats.api import StreamInfo, stream_info
 from common.nats.client import ApiError, FloeClient, RawSubscription, frame
+from common.nats.headers import build_block
 from common.nats.pull import get_message
 from common.tasks import wait_for
 
@@ -192,10 +193,6 @@ def unchecked_frame(subject: bytes, payload: bytes, headers: bytes | None = None
     return b"HPUB %b %d %d\r\n%b%b\r\n" % (words, size, size + len(payload), headers, payload)
 
 
-def header_block(*lines: bytes) -> bytes:
-    return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
-
-
 Kind = Callable[[Context], AwkwardMessage]
 KINDS: dict[str, Kind] = {}
 RARE_KINDS: set[str] = set()  # large ones: once in several rounds
@@ -220,7 +217,7 @@ def _add_headers(name: str, *lines: bytes, payload: bytes | None = None, needs: 
                 line = line.replace(mark, value)
             filled.append(line)
         body = context.text() if payload is None else payload
-        return context.subject(b"headers", name.encode(), b"%d" % context.number), header_block(*filled), body
+        return context.subject(b"headers", name.encode(), b"%d" % context.number), build_block(filled), body
 
     _add_kind(name, make)
     if needs:
@@ -238,11 +235,11 @@ def _add_subject(name: str, *tokens: bytes) -> None:
 # Payloads
 _add_kind("no_headers", lambda c: (c.subject(b"plain"), None, c.text()))
 _add_kind("nothing_at_all", lambda c: (c.subject(b"plain"), None, b""))
-_add_kind("empty_block", lambda c: (c.subject(b"plain"), header_block(), c.text()))
-_add_kind("empty_block_and_payload", lambda c: (c.subject(b"plain"), header_block(), b""))
+_add_kind("empty_block", lambda c: (c.subject(b"plain"), build_block([]), c.text()))
+_add_kind("empty_block_and_payload", lambda c: (c.subject(b"plain"), build_block([]), b""))
 _add_kind("binary_payload", lambda c: (c.subject(b"plain"), None, c.rng.randbytes(c.rng.randint(1, 512))))
 _add_kind(
-    "protocol_payload", lambda c: (c.subject(b"plain"), header_block(b"A: 1"), b"\r\nPUB x 1\r\ny\r\n-ERR 'z'\r\n")
+    "protocol_payload", lambda c: (c.subject(b"plain"), build_block([b"A: 1"]), b"\r\nPUB x 1\r\ny\r\n-ERR 'z'\r\n")
 )
 _add_kind("maximal_payload", lambda c: (c.subject(b"large"), None, c.rng.randbytes(c.max_payload)))
 _add_kind("maximal_with_headers", lambda c: _maximal_with_headers(c))
@@ -308,7 +305,7 @@ _add_headers("trace_dest", b"Nats-Trace-Dest: nobody.listens.here")
 _add_headers("delivery", b"Nats-Stream: S", b"Nats-Sequence: 5", b"Nats-Last-Sequence: 4", b"Nats-Num-Pending: 1")
 _add_headers("consumer", b"Nats-Last-Consumer: 1", b"Nats-Last-Stream: 1", b"Nats-Consumer-Stalled: x")
 _add_headers("rollup_subject", b"Nats-Rollup: sub", needs="allow_rollup_hdrs")
-_add_kind("rollup_again", lambda c: (c.subject(b"limited", b"0"), header_block(b"Nats-Rollup: sub"), c.text()))
+_add_kind("rollup_again", lambda c: (c.subject(b"limited", b"0"), build_block([b"Nats-Rollup: sub"]), c.text()))
 REQUIRED_SETTINGS["rollup_again"] = "allow_rollup_hdrs"
 _add_headers("ttl", b"Nats-TTL: 1h", needs="allow_msg_ttl")
 _add_headers("ttl_never", b"Nats-TTL: never", needs="allow_msg_ttl")
@@ -332,14 +329,14 @@ _add_headers("forged_replay", b"floe-replay: 1", b"FLOE-SOURCE: x", b"Floe-Anyth
 
 
 def _maximal_with_headers(context: Context) -> tuple[bytes, bytes | None, bytes]:
-    headers = header_block(b"A: 1", b"Nats-Msg-Id: %s-max%d" % (context.root, context.number))
+    headers = build_block([b"A: 1", b"Nats-Msg-Id: %s-max%d" % (context.root, context.number)])
     return context.subject(b"large"), headers, b"p" * (context.max_payload - len(headers))
 
 
 def _msg_id_again(context: Context) -> tuple[bytes, bytes | None, bytes]:
     """Make a message with one of four ids: dropped as a duplicate within the stream's window, stored again after it."""
     again = b"Nats-Msg-Id: %s-again%d" % (context.root, context.rng.randrange(4))
-    return context.subject(b"again"), header_block(again), context.text()
+    return context.subject(b"again"), build_block([again]), context.text()
 
 
 ROUNDS_BETWEEN_RARE = 8
