@@ -376,7 +376,7 @@ class Emulator:
         self._subject = subject
         self._documents = self._iter_documents()
 
-    async def run(self, stop: Stop) -> PublishCounts:
+    async def run(self, stop: Stop) -> None:
         """Publish until the schedule is over or `stop` is set; return when no message is in flight."""
         started = self._clock.monotonic()
         async with AsyncExitStack() as stack:
@@ -389,7 +389,6 @@ class Emulator:
                     break
                 await self._publish_due(publishers, elapsed, stop)
             self.elapsed = self._clock.monotonic() - started
-        return self.published
 
     def rate(self) -> float:
         """Return the messages per second so far."""
