@@ -4,7 +4,7 @@ import asyncio
 import base64
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -160,12 +160,6 @@ async def deleted_sequences(client: FloeClient, stream: str) -> tuple[StreamInfo
         return info, sorted(filter(None, map(_count, answer["state"].get("deleted") or [])))
     except (TypeError, ValueError) as error:
         raise DataError(f"STREAM.INFO: expected deleted sequences, found {error!r:.80}") from None
-
-
-async def max_replicas(client: FloeClient, streams: Iterable[str]) -> int:
-    """Return the highest replica count among the streams; 1 if none of them exists."""
-    found = [await stream_info(client, stream) for stream in sorted(set(streams))]
-    return max((int(info.config.get("num_replicas", 1)) for info in found if info), default=1)
 
 
 async def create_stream(client: FloeClient, config: dict[str, Any], max_bytes: int = 0) -> StreamInfo:

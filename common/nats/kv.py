@@ -24,7 +24,6 @@ from common.nats.api import (
     MESSAGE_NOT_FOUND,
     STREAM_NOT_FOUND,
     create_stream,
-    max_replicas,
     query,
     stored_message,
     stream_info,
@@ -34,7 +33,7 @@ from common.nats.client import FloeClient, RawSubscription, connect
 from common.nats.headers import build_block, header_value
 from common.nats.protocol import NO_RESPONDERS_CODE, WRONG_LAST_SEQUENCE_CODES, ApiError, api_error
 from common.settings.egress import EgressSettings
-from common.settings.ingress import IngressSettings, TargetSettings
+from common.settings.ingress import IngressSettings
 from common.settings.root import Settings
 from common.settings.service import API_PREFIX, ServiceSettings
 from common.tasks import ReportError, raise_fatal
@@ -411,22 +410,21 @@ async def kv_replicas(client: FloeClient, settings: ServiceSettings, target: str
     """
     if settings.kv_replicas:
         return settings.kv_replicas
-    streams = [target] if target else []
+    planned = {target: 1} if target else {}  # the count of each stream that does not exist
     if isinstance(settings, EgressSettings):
-        streams += [feed.stream for feed in settings.feeds]
+        planned |= {feed.stream: 1 for feed in settings.feeds}
         if settings.patterns:
             with suppress(Refused):
-                streams += [name for name in await stream_names(client) if settings.feeds_of(name)]
-        return await max_replicas(client, streams)
-    assert isinstance(settings, IngressSettings), "there is no third service"
-    found = [await _replicas(client, each) for each in settings.targets]
-    return max([await max_replicas(client, streams), *found])
+                planned |= {name: 1 for name in await stream_names(client) if settings.feeds_of(name)}
+    else:
+        assert isinstance(settings, IngressSettings), "there is no third service"
+        planned |= {each.stream: each.create.replicas if each.create else 1 for each in settings.targets}
+    return max([await _replicas(client, *each) for each in sorted(planned.items())], default=1)
 
 
-async def _replicas(client: FloeClient, target: TargetSettings) -> int:
-    if (info := await stream_info(client, target.stream)) is not None:
-        return int(info.config.get("num_replicas", 1))
-    return 1 if target.create is None else target.create.replicas
+async def _replicas(client: FloeClient, stream: str, planned: int) -> int:
+    info = await stream_info(client, stream)
+    return planned if info is None else int(info.config.get("num_replicas", 1))
 
 
 async def open_state(client: FloeClient, settings: ServiceSettings, *, target: str = "") -> KeyValue:
