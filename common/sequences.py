@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -142,15 +142,16 @@ def cover(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[S
     level, then to the larger name; rows before the position are skipped. A hole is skipped: the next
     stretch then does not begin at the end of the one before (`holes` names it, `until_hole` stops there).
     """
-    return list(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last))
+    return list(_sweep(segments, first, last))
 
 
 def leading_stretches(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:
     """Return the stretches of the cover from `first` to its first hole; nothing behind the hole is computed."""
-    return until_hole(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last), first)
+    return until_hole(_sweep(segments, first, last), first)
 
 
-def _sweep(ascending: Sequence[S], first: int, last: int) -> Iterator[Stretch[S]]:
+def _sweep(segments: Iterable[S], first: int, last: int) -> Iterator[Stretch[S]]:
+    ascending = sorted(segments, key=lambda s: s.coverage.first)
     reach: list[tuple[_Descending, int]] = []
     position, index = first, 0
     while position <= last:
