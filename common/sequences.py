@@ -72,11 +72,6 @@ class Stretch(Generic[S]):
     rows: SequenceRange
 
 
-def reaches(coverage: SequenceRange, position: int) -> bool:
-    """True if `coverage` accounts for `position`; it may begin below. For reading across levels."""
-    return position in coverage
-
-
 def holes(ranges: Iterable[SequenceRange], within: SequenceRange) -> list[SequenceRange]:
     """Return the parts of `within` that no range accounts for, ascending; empty if all is covered."""
     found, position = [], within.first
@@ -132,7 +127,7 @@ def preference(segment: CoverCandidate) -> tuple[int, int, str]:
 
 def choose_segment(segments: Iterable[S], position: int) -> S | None:
     """Return the segment that the cover rule takes at `position`; None if none contains it (a hole)."""
-    return max((s for s in segments if reaches(s.coverage, position)), key=preference, default=None)
+    return max((s for s in segments if position in s.coverage), key=preference, default=None)
 
 
 def cover(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:

@@ -29,7 +29,7 @@ from common.errors import DataError, FloeError, Stopped, Unavailable
 from common.exits import believe_command
 from common.failpoints import failpoint
 from common.logs import get_logger
-from common.sequences import CoverageSet, SequenceRange, reaches
+from common.sequences import CoverageSet, SequenceRange
 from common.service.process import ThreadPool
 from common.tasks import first_of
 from egress.deps import LARGE_PUT_BYTES, Intervals, PartitionDeps, Pools
@@ -176,7 +176,7 @@ class Archive:
         if sequence > self.end:
             return ()
         for at, known in ((0, self.newest), *self._recent_lookups):
-            if at == sequence or any(reaches(ref.coverage, sequence) for ref in known):
+            if at == sequence or any(sequence in ref.coverage for ref in known):
                 return known
         found = await self._threads.run(self._segments_at, sequence)
         self._recent_lookups.append((sequence, found))
@@ -231,7 +231,7 @@ class Archive:
         for level in range(MAX_LEVEL + 1):
             page = ChainArchive.listed(self._store, self.chain, position, level=level, limit=LOOKUP_SEGMENTS)
             found += self._undamaged(page.refs)
-            if any(reaches(ref.coverage, position) for ref in found):
+            if any(position in ref.coverage for ref in found):
                 break
         return found
 
@@ -276,7 +276,7 @@ class Archive:
         refs = ChainArchive.listed(self._store, self.chain, position, level=0, limit=LOOKUP_SEGMENTS).refs
         if newest is not None and all(ref.key != newest.key for ref in refs):
             self.missing_key = newest.key
-        return any(reaches(ref.coverage, sequence) and self._is_valid(ref) for ref in refs)
+        return any(sequence in ref.coverage and self._is_valid(ref) for ref in refs)
 
     async def check_newest(self) -> None:
         """Set `missing_key` if the newest segment is gone. Raises the errors of the store."""

@@ -27,7 +27,7 @@ from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.unread import UnreadableSegment
 from common.chain import Chain
-from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, leading_stretches, preference, reaches
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, leading_stretches, preference
 from common.settings.ingress import SourceSettings
 from common.settings.types import format_duration
 from ingress.rows.decoder import IncompleteFill, check_filled_hole
@@ -100,7 +100,7 @@ def plan_chain(
     usable = [ref for ref in found if ref.key not in damaged]
     if stretches := tuple(leading_stretches(usable, position, last)):
         return ChainPlan(Phase.READY, stretches, late_end=late_end)
-    broken = [ref for ref in found if ref.key in damaged and reaches(ref.coverage, position)]
+    broken = [ref for ref in found if ref.key in damaged and position in ref.coverage]
     behind = [ref for ref in usable if ref.coverage.first > position]
     if not broken and not behind and end is None:
         return ChainPlan(Phase.IDLE, late_end=late_end)
@@ -259,7 +259,7 @@ def search_whole_chain(
     for ref in joined.from_iterable(store.pages(chain, position=hole.first, size=FULL_SEARCH_PAGE)):
         if ref.key in damaged or ref.coverage.first > reach:
             continue
-        if reaches(ref.coverage, hole.first):
+        if hole.first in ref.coverage:
             best = ref if best is None else max(best, ref, key=preference)
         else:
             reach = ref.coverage.first - 1
