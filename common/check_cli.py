@@ -218,7 +218,7 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
 
     `warning`, `critical`: seconds since the last heartbeat of egress for a chain.
     """
-    from common.archive.catalog import configured_feeds, parse_chain_name, select_chains
+    from common.archive.catalog import ChainName, configured_feeds, parse_chain_name, select_chains
     from common.observe.observation import Observation
     from common.open import open_for_view
 
@@ -238,13 +238,13 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
                 checked.append(_check(store, documents, chain, heartbeats.get(chain)))
             except DataError as error:  # of one chain: the others are checked all the same
                 checked.append(Observation(chain=chain, damaged=(error.message,), egress=heartbeats.get(chain)))
-        wanted = parse_chain_name(what) if what is not None else (settings.site or None, None, None, None)
+        wanted = parse_chain_name(what) if what is not None else ChainName(settings.site or None)
         for chain in heartbeats.keys() - set(chains):  # a feed may stop before anything of it is archived
-            parts = chain.site, chain.feed, chain.incarnation, chain.partition
-            is_meant = all(part in (None, own) for part, own in zip(wanted, parts, strict=True))
-            if is_meant and (what is not None or not feeds or parts[:2] in feeds):
-                stored = heartbeats[chain]
-                checked += [Observation(chain=chain, egress=stored)] if stored.heartbeat.state == "stopped" else []
+            stored, feed = heartbeats[chain], (chain.site, chain.feed)
+            is_named = wanted.matches(*feed, chain.incarnation, chain.partition)
+            is_meant = is_named and (what is not None or not feeds or feed in feeds)
+            if is_meant and stored.heartbeat.state == "stopped":
+                checked.append(Observation(chain=chain, egress=stored))
         return judge_archive(checked, warning, critical)
 
 
