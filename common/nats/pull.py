@@ -13,7 +13,7 @@ from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, Unavailable
 from common.nats import protocol
 from common.nats.api import create_ephemeral_consumer, delete_consumer, query_message
-from common.nats.client import FloeClient, frame
+from common.nats.client import FloeClient, RawSubscription, frame
 from common.nats.protocol import ConsumerError, IdleHeartbeat, PullEnd, parse_replies, parse_status
 from common.tasks import PendingError, wait_for
 
@@ -116,7 +116,8 @@ class _PullReader:
     def __init__(self, client: FloeClient, stream: str, limits: PullLimits, server: str) -> None:
         self._client, self._stream, self._limits, self._server = client, stream, limits, server
         self._name = f"floe-{secrets.token_hex(8)}"
-        self._generation = client.generation
+        self._generation, self._inbox = client.generation, client.new_inbox()
+        self._subscription = RawSubscription(client)  # of nothing until `open`
         self._arrived, self._statuses = asyncio.Event(), list[bytes | None]()
         self._messages = protocol.message_list(self._arrived.set, self._keep_status)
         self._error, self._next_number, self._pending = PendingError(self._arrived), 1, 0
@@ -136,7 +137,6 @@ class _PullReader:
         }
         if subject:
             config["filter_subject"] = subject
-        self._inbox = self._client.new_inbox()
         self._subscription = await self._client.subscribe_raw(self._inbox, self._messages, self._error.set)
         for _ in range(PLACEMENTS):
             consumer = await create_ephemeral_consumer(self._client, self._stream, config)
@@ -156,8 +156,7 @@ class _PullReader:
         return self._next_number <= self._held
 
     async def close(self) -> None:
-        if hasattr(self, "_subscription"):
-            await self._subscription.unsubscribe()
+        await self._subscription.unsubscribe()
         with suppress(FloeError):
             if self._client.is_up:
                 await delete_consumer(self._client, self._stream, self._name)
