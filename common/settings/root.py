@@ -23,10 +23,10 @@ COLD_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
 StorageClass = Annotated[t.Text, t.matching(_STORAGE_CLASS, "a storage class such as STANDARD_IA")]
 
 
-def _cold_problems(key: str, storage_class: str) -> Iterator[tuple[str, str]]:
+def _cold_problems(storage_class: str) -> Iterator[tuple[str, str]]:
     if storage_class in COLD_CLASSES:
         what = "expected a class whose objects can be read at once, such as STANDARD_IA or GLACIER_IR"
-        yield key, f"{what}, found {storage_class}: Floe reads any segment whenever it needs it"
+        yield "storage_class", f"{what}, found {storage_class}: Floe reads any segment whenever it needs it"
 
 
 _ENDPOINT = t.host_url(("https", "http"), "access_key_id and secret_access_key_file", or_empty=True)
@@ -84,7 +84,7 @@ class StoreSettings(Section):
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from self.require_together("access_key_id", "secret_access_key")
-        yield from _cold_problems("storage_class", self.storage_class)
+        yield from _cold_problems(self.storage_class)
         if self.encryption.kms_key_id and self.encryption.mode != "sse-kms":
             yield "encryption.kms_key_id", f"expected mode sse-kms with it, found {self.encryption.mode}"
         if self.endpoint_url and self.url.startswith("file:"):
@@ -143,7 +143,7 @@ class LevelSettings(Section):
         for low, high in (("min_age", "max_wait"), ("min_count", "max_count"), ("min_size", "max_size")):
             if getattr(self, low) > getattr(self, high):
                 yield high, f"expected at least {low}, found less"
-        yield from _cold_problems("storage_class", self.storage_class)
+        yield from _cold_problems(self.storage_class)
 
 
 RETENTION_RANGE = t.Range("1d", or_zero=True)
