@@ -58,6 +58,10 @@ def name_matches(pattern: str, name: str) -> bool:
     return True
 
 
+def any_name_matches(patterns: Iterable[str], name: str) -> bool:
+    return any(name_matches(pattern, name) for pattern in patterns)
+
+
 def common_name(included: Sequence[str], excluded: Sequence[str]) -> str | None:
     """Return a shortest name that all patterns `included` match and none of `excluded`; None if there is none.
 

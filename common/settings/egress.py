@@ -1,7 +1,7 @@
 """Settings of egress: the streams to archive, and the options of each."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 from typing import Annotated, Any, Literal, Self
 
@@ -11,7 +11,7 @@ from common.chain import FEED_PATTERN, MAX_PARTITIONS_PER_FEED
 from common.settings import types as t
 from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
 from common.settings.types import Section, find_repeated, merge_entries, needed, option
-from common.subjects import common_name, first_overlap, name_matches
+from common.subjects import any_name_matches, common_name, first_overlap
 
 _NAME = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]{1,255}")  # a token of RFC 9110; a colon would end it
 _VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]{0,4096}")
@@ -201,7 +201,7 @@ class FeedSettings(StartSettings):
     def matches(self, stream: str) -> bool:
         """True if the pattern takes a stream of that name. Streams of MQTT need a pattern that begins with `$MQTT_`."""
         names = [each for each in self.streams if each.startswith(MQTT_PREFIX) or not stream.startswith(MQTT_PREFIX)]
-        return _is_any(names, stream) and not _is_any(self.except_, stream)
+        return any_name_matches(names, stream) and not any_name_matches(self.except_, stream)
 
     def for_stream(self, stream: str) -> Self:
         """Return the feed of a stream that the pattern matches."""
@@ -249,10 +249,6 @@ class FeedSettings(StartSettings):
             yield found[0], "expected inspect_duration with it, found none"
         elif self.warn_duration >= self.inspect_duration:
             yield "warn_duration", "expected less than inspect_duration, found as much or more"
-
-
-def _is_any(patterns: Sequence[str], name: str) -> bool:
-    return any(name_matches(pattern, name) for pattern in patterns)
 
 
 def _filter_problems(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -306,7 +302,7 @@ class EgressSettings(ServiceSettings):
         return next((each for each in (*self.feeds, *self.feeds_of(name)) if each.name == name), None)
 
     def needs_no_archive(self, stream: str) -> bool:
-        return _is_any(self.not_archived, stream)
+        return any_name_matches(self.not_archived, stream)
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from super().combination_problems()

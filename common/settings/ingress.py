@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 from common.settings import types as t
 from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
 from common.settings.types import Section, find_repeated, merge_entries, needed, option
-from common.subjects import TransformError, compile_transform, covers, name_matches
+from common.subjects import TransformError, any_name_matches, compile_transform, covers
 
 _PREFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
 _CHAIN_FIELD = re.compile(r"\{(site|feed|incarnation|partition)\}")
@@ -152,7 +152,7 @@ class SourceSettings(StartSettings):
 
     def matches(self, site: str, feed: str) -> bool:
         """True if it names the feed, or if its patterns match it."""
-        return any(name_matches(each, site) for each in self.site) and any(name_matches(e, feed) for e in self.feed)
+        return any_name_matches(self.site, site) and any_name_matches(self.feed, feed)
 
 
 class TargetSettings(Section):
