@@ -170,8 +170,6 @@ class Fleet:
     def __init__(
         self, facts: MachineFacts, *, seed: int, nodes: int, interval: float = 300.0, sizes: Sizes | None = None
     ) -> None:
-        if nodes < 1:
-            raise UsageError(f"nodes {nodes}: expected at least 1")
         self.nodes = nodes
         self._seed, self._interval = seed, interval
         rng = random.Random(f"{seed} profiles")
