@@ -152,7 +152,7 @@ async def _examine_nats(settings: Settings, role: Role, probes: RoleProbes) -> l
 async def _server_findings(
     client: FloeClient, settings: Settings, role: Role, probes: RoleProbes
 ) -> AsyncGenerator[DoctorFinding, None]:
-    section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
+    section = settings.service_of(role)
     yield _version(client)
     account = await _account(client)
     if isinstance(account, DoctorFinding):
@@ -264,7 +264,7 @@ async def _rights(client: FloeClient, settings: Settings, role: Role, matched: S
     """
     from common.nats.kv import KeyValue
 
-    section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
+    section = settings.service_of(role)
     buckets = (section.state_bucket, section.lease_bucket)
     feeds = [*settings.egress.feeds, *matched] if role == "egress" else []
     targets = settings.ingress.targets if role == "ingress" else ()

@@ -11,7 +11,7 @@ from common.clock import parse_time
 from common.settings import types as t
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings
-from common.settings.service import NatsSettings
+from common.settings.service import NatsSettings, ServiceSettings
 from common.settings.types import Section, find_repeated, merge, needed, option, to_plain
 
 # Characters that need no encoding anywhere. No engine needs more, and most skip names that begin with `_` or `.`.
@@ -268,8 +268,11 @@ class Settings(Section):
         roles = {role: _with_nats(given.get("nats", {}), given.get(role, {})) for role in ("egress", "ingress")}
         return {**given, **roles}
 
+    def service_of(self, role: Role) -> ServiceSettings:
+        return self.egress if role == "egress" else self.ingress
+
     def nats_for(self, role: Role) -> NatsSettings:
-        return (self.egress if role == "egress" else self.ingress).nats
+        return self.service_of(role).nats
 
     def with_nats_context(self, name: str) -> Self:
         """Return the settings, connected by the context `name` of the `nats` command; unchanged if `name` is empty."""
