@@ -6,7 +6,6 @@ The listing names the archived segments; the mark detects a listing that omits a
 from __future__ import annotations
 
 import asyncio
-import heapq
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,27 +43,19 @@ WIDEN_FACTOR = 4  # factor by which a search back widens if it has not found eno
 
 
 class ListingView:
-    """Result of a listing. `covered`: by all segments; `newest`: the segments that reach furthest, at most KEPT."""
+    """Result of a listing. `covered`: by all segments; `newest`: those that reach furthest, newest first."""
 
-    def __init__(self, pages: Iterable[Iterable[SegmentRef]] = ()) -> None:
+    def __init__(self, pages: Iterable[Sequence[SegmentRef]] = ()) -> None:
         self.covered = CoverageSet()
-        self._heap: list[tuple[int, str, SegmentRef]] = []
+        self.newest: list[SegmentRef] = []
         for page in pages:
             self.add(page)
 
-    @property
-    def newest(self) -> list[SegmentRef]:
-        refs = (ref for _last, _key, ref in self._heap)
-        return sorted(refs, key=lambda ref: (ref.coverage.last, ref.coverage.first), reverse=True)
-
-    def add(self, page: Iterable[SegmentRef]) -> None:
+    def add(self, page: Sequence[SegmentRef]) -> None:
         for ref in page:
             self.covered.add(ref.coverage)
-            entry = (ref.coverage.last, ref.key, ref)
-            if len(self._heap) < VIEW_SEGMENTS:
-                heapq.heappush(self._heap, entry)
-            elif entry[:2] > self._heap[0][:2]:
-                heapq.heapreplace(self._heap, entry)
+        found = sorted([*self.newest, *page], key=lambda ref: (ref.coverage.last, ref.coverage.first), reverse=True)
+        self.newest = found[:VIEW_SEGMENTS]
 
 
 NEWER_VERSION_CODE = "E-SEG-VERSION"  # written by a newer Floe; its segment names are as reliable as ours
@@ -214,8 +205,7 @@ class Archive:
         return view
 
     def _newest(self, within: SequenceRange, width: int) -> list[SegmentRef]:
-        """Return the FIRST_PAGE segments that reach furthest, newest first, or all that reach `within` if these are
-        fewer.
+        """Return the LOOKUP_SEGMENTS that reach furthest, newest first, or all that reach `within` if these are fewer.
 
         `width`: the number of sequences at the end of `within` to search first.
         """
