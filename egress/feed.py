@@ -45,15 +45,15 @@ class PartitionFeed:
     def __init__(
         self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health, threads: ProcessThreads
     ) -> None:
-        self.chain = self._chain = partition.chain
+        self.chain = partition.chain
         self.partition = partition
         self.wanted: Partition | None = partition
         self._pools = threads.pools()
-        self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
-        self._report.set_state("starting", ready=False, reason="the holder of its lease is not known yet")
+        self.report = FeedReport(self.chain, partition.stream, health, deps.clock)
+        self.report.set_state("starting", ready=False, reason="the holder of its lease is not known yet")
         self._sharing = sharing
-        self._slot = sharing.slot(lease_key(self._chain), self._report)
-        self._deps = deps.for_partition(partition, self._report, self._pools)
+        self._slot = sharing.slot(lease_key(self.chain), self.report)
+        self._deps = deps.for_partition(partition, self.report, self._pools)
         self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
         self._removed = Stop()
 
@@ -88,7 +88,7 @@ class PartitionFeed:
     async def _wait_for_lease(self, stop: Stop) -> Lease | None:
         """Return the lease; None at a stop. Meanwhile, put messages left from a lost lease if their stream is gone."""
         rescue = restart_on_error("rescue", self._rescue, self._deps.clock)
-        rescue_task = spawn(rescue, raise_fatal, name=f"rescue {self._chain}")
+        rescue_task = spawn(rescue, raise_fatal, name=f"rescue {self.chain}")
         try:
             return await self._slot.wait_for_lease(stop)
         finally:
@@ -98,13 +98,13 @@ class PartitionFeed:
         while self._worker.has_unput_rows:
             held = None
             try:
-                self._report.set_held(held := await self._worker.put_if_stream_gone())
+                self.report.set_held(held := await self._worker.put_if_stream_gone())
             except FloeError as error:
                 log.info(
-                    "held rows deferred", action="held_rows_deferred", error=str(error), **self._chain.log_context()
+                    "held rows deferred", action="held_rows_deferred", error=str(error), **self.chain.log_context()
                 )
             await self._deps.clock.sleep(RESCUE_INTERVAL_S if held is None else self._deps.tuning.intervals.reexamine)
-        self._report.set_held(None)
+        self.report.set_held(None)
 
     async def _put_remaining(self, stop: Stop) -> None:
         """Retry the drain. The deadline of the drain ends it."""
@@ -116,7 +116,7 @@ class PartitionFeed:
             else:
                 await self._worker.put_if_stream_gone()
         except FloeError as error:
-            self._report.set_waiting(error)
+            self.report.set_waiting(error)
         if self._worker.has_unput_rows:
             await self._deps.clock.sleep(self._backoff.next_delay())
 
@@ -125,11 +125,11 @@ class PartitionFeed:
 
         It is given back only once no upload is in progress: another instance would begin beside it.
         """
-        self._report.set_starting()
+        self.report.set_starting()
         local_stop = Stop(stop, lease.lost, lease.return_requested)
         side_tasks = [
-            spawn(lease.run_renewals(), raise_fatal, name=f"lease {self._chain}"),
-            spawn(self._stop_after_hand_over(local_stop), raise_fatal, name=f"halt {self._chain}"),
+            spawn(lease.run_renewals(), raise_fatal, name=f"lease {self.chain}"),
+            spawn(self._stop_after_hand_over(local_stop), raise_fatal, name=f"halt {self.chain}"),
         ]
         try:
             while not lease.lost.is_set and (not local_stop.is_set or self._worker.has_unput_rows):
@@ -159,19 +159,19 @@ class PartitionFeed:
             await self._worker.run(lease, local_stop)
             self._backoff.reset()
         except LeaseLost as error:
-            log.warning("lease lost", action="lease_lost", error=str(error), **self._chain.log_context())
+            log.warning("lease lost", action="lease_lost", error=str(error), **self.chain.log_context())
             lease.lost.set(StopReason.LEASE_LOST)
         except (Unavailable, OutcomeUnknown) as error:
-            self._report.set_waiting(error)
+            self.report.set_waiting(error)
             await self._pause(lease, local_stop, self._backoff.next_delay())
         except Exception as error:
             if isinstance(error, FloeError) and not isinstance(error, UnexpectedError):
-                self._report.set_stopped(error)
+                self.report.set_stopped(error)
                 await self._pause(lease, local_stop, self._deps.tuning.intervals.reexamine)
                 return
             if self._deps.clock.monotonic() - began >= BACKOFF_RESET_S:
                 self._backoff.reset()
-            self._report.record_failure(error)
+            self.report.record_failure(error)
             await self._pause(lease, local_stop, self._backoff.next_delay())
 
 
