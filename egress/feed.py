@@ -251,8 +251,9 @@ async def run_feeds(
     `feeds` includes other tasks that run as long as the feeds do. A feed that was not drained keeps its lease until it
     expires: its uploads may still be in progress.
     """
+    running = asyncio.create_task(_run_all(feeds, stop), name="feeds")
     tasks = {
-        asyncio.create_task(_run_all(feeds, stop), name="feeds"),
+        running,
         asyncio.create_task(_deadline(stop, deps.clock, shutdown_timeout), name="deadline"),
         asyncio.create_task(_beat(deps, health), name="beat"),
     }
@@ -264,7 +265,7 @@ async def run_feeds(
         await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
     for task in done:
         task.result()
-    return any(task.get_name() == "feeds" for task in done)
+    return running in done
 
 
 async def _run_all(feeds: Sequence[Runnable], stop: Stop) -> None:
