@@ -148,7 +148,6 @@ class AccountListing:
         self._client, self._settings, self._clock = client, settings, client.clock
         self._known: dict[str, tuple[AccountStream, float]] = {}
         self._refused: dict[str, float] = {}
-        self._running: frozenset[str] = frozenset()
         self._retry_s = PATTERN_RETRY_S if settings.egress.patterns else REFUSED_RETRY_S
 
     async def read(self, running: Iterable[str] = ()) -> list[AccountStream] | None:
@@ -156,12 +155,11 @@ class AccountListing:
 
         Raises Unavailable, OutcomeUnknown, ApiError.
         """
-        self._running = frozenset(running)
         names = await self._permitted("STREAM.NAMES", "", lambda: stream_names(self._client))
         if names is None:
             return None
         self._known = {name: self._known[name] for name in names if name in self._known}
-        due = self._due(names)
+        due = self._due(names, running)
         failures = list[FloeError]()
         for begin in range(0, len(due), PARALLEL_INSPECTIONS):
             found = await asyncio.gather(*map(self._try_inspect, due[begin : begin + PARALLEL_INSPECTIONS]))
@@ -172,8 +170,8 @@ class AccountListing:
         streams = (name for name in names if name not in unknown)
         return [self._known[name][0] if name in self._known else AccountStream(name) for name in streams]
 
-    def _due(self, names: list[str]) -> list[str]:
-        covered = {*(feed.stream for feed in self._settings.egress.feeds), *self._running}
+    def _due(self, names: list[str], running: Iterable[str]) -> list[str]:
+        covered = {*(feed.stream for feed in self._settings.egress.feeds), *running}
         new = [name for name in names if name not in self._known and FEED_PATTERN.fullmatch(name)]
         new = [name for name in new if name not in covered and not is_exempt_by_name(name, self._settings)]
         before = self._clock.monotonic() - REINSPECTION_INTERVAL_S
