@@ -112,27 +112,27 @@ class AccountWatch:
         await restart_on_error("account", lambda: self._watch(stop), self._clock)
 
     async def _watch(self, stop: Stop) -> None:
-        pending = self._pending = PendingError()
+        self._pending = PendingError()
         try:
             while not stop.is_set:
-                pending.raise_if_set()
-                pending.event.clear()
+                self._pending.raise_if_set()
+                self._pending.event.clear()
                 try:
-                    await run_until_stopped(stop, self._check(pending))
+                    await run_until_stopped(stop, self._check())
                     self._failure = ""
                 except FloeError as error:
                     if self._failure != error.code:
                         self._failure = code = error.code
                         log.info("account listing deferred", action="account_deferred", code=code, error=str(error))
-                await first_of(stop.wait(), pending.event.wait(), seconds=self._period)
+                await first_of(stop.wait(), self._pending.event.wait(), seconds=self._period)
         finally:
             if self._subscription is not None:
                 await self._subscription.unsubscribe()
                 self._subscription = None
 
-    async def _check(self, pending: PendingError) -> None:
+    async def _check(self) -> None:
         if self._has_patterns:
-            await self._subscribe(pending)
+            await self._subscribe()
         matched = self._feeds.matched()
         if (streams := await self._listing.read(matched)) is None:
             reason = "the right to STREAM.NAMES is missing"
@@ -195,14 +195,14 @@ class AccountWatch:
         last = None if last is None else max(last, end)
         return DeletedStream(self._clock.now(), end, last, unarchived(last, end, first))
 
-    async def _subscribe(self, pending: PendingError) -> None:
+    async def _subscribe(self) -> None:
         """Listen for deletions, where the rights allow it."""
         if self._subscription is not None or self._clock.monotonic() < self._subscribe_at:
             return
         subject = f"{DELETION_PREFIX}>"
         self._client.allow_refusal(subject)
         try:
-            self._subscription = await self._client.subscribe_raw(subject, self._on_deletion, pending.set)
+            self._subscription = await self._client.subscribe_raw(subject, self._on_deletion, self._pending.set)
         except Refused as error:
             self._subscribe_at = self._clock.monotonic() + REFUSED_RETRY_S
             context = {"right": subject, "code": error.code, "error": str(error)}
