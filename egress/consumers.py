@@ -338,6 +338,7 @@ class Acknowledger:
 
     `archived`: the sequences before `first` that may be acknowledged. From `first` on, all messages up to the
     argument of `acknowledge_up_to` are acknowledged. `account`: charged for the sequences that are kept.
+    `unacknowledged`: the number of messages delivered before `first` that may not be acknowledged, so stay pending.
     """
 
     def __init__(
@@ -355,13 +356,9 @@ class Acknowledger:
         self._acks_all = consumer.config.get("ack_policy") == "all"
         self._sequences = array("q")
         self._number = 1  # consumer sequence of the first one kept
-        self._unacknowledged = 0
+        self.unacknowledged = 0
         self._head = self._tail = b""
         self._generation, self._is_permitted, self._lock = client.generation, False, asyncio.Lock()
-
-    @property
-    def unacknowledged(self) -> int:
-        return self._unacknowledged
 
     def record_delivered(self, reply: bytes, sequences: Sequence[int]) -> None:
         """Record the next messages of the consumer. `reply`: the reply subject of any of them."""
@@ -386,9 +383,9 @@ class Acknowledger:
                 if not self._is_permitted:
                     await self._check_permission(ranges[0])
                 await self._send(ranges)
-                await self._wait_until_applied(self._number + ranges[-1].stop - 1, self._unacknowledged + remaining)
+                await self._wait_until_applied(self._number + ranges[-1].stop - 1, self.unacknowledged + remaining)
             self._drop(size)
-            self._unacknowledged += remaining
+            self.unacknowledged += remaining
 
     def _index_ranges(self, size: int) -> list[range]:
         kept = self._sequences
