@@ -160,7 +160,7 @@ async def open_consumer(client: FloeClient, wanted: WantedMessages) -> tuple[Con
         consumer = await create_durable(client, replace(wanted, first=first_of_durable(wanted, known)))
         if former or any(filter_subjects(info.config) != [wanted.partition.filter_subject] for info in known):
             # Before a repartition, one durable kept messages for several of today's partitions.
-            await ensure_all_durables(client, wanted.partition, wanted.retention)
+            await ensure_all_durables(client, wanted.partition)
         await _delete(client, wanted, own + former)
         own = [info.name for info in known if info.config.get("description") != HOLDING_DESCRIPTION]
     else:
@@ -181,10 +181,11 @@ def first_of_durable(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> 
     return min(wanted.first, max(wanted.begin, *(info.acknowledged + 1 for info in former)))
 
 
-async def ensure_all_durables(client: FloeClient, partition: Partition, retention: str) -> None:
+async def ensure_all_durables(client: FloeClient, partition: Partition) -> None:
+    """Create the missing durables of all partitions of the feed, on an interest stream."""
     names = await consumer_names(client, partition.stream)
     for each in partitions_of(partition.site, partition.settings):
-        wanted = WantedMessages(each, retention)
+        wanted = WantedMessages(each, INTEREST)
         if not any(map(wanted.is_own_durable, names)):
             await create_durable(client, wanted)
 
