@@ -275,7 +275,6 @@ CODES = {
     VerdictKind.FORKED: "E-FORKED",
     VerdictKind.UNKNOWN: "E-IDENTITY",
 }
-CLOSABLE = (VerdictKind.RECREATED, VerdictKind.ROLLED_BACK, VerdictKind.FORKED, VerdictKind.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +309,7 @@ def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *,
     has partitions, each with its own beginning: one `--from` would not fit all.
     """
     source, found = evidence.source, list[Choice]()
-    if source is not None and verdict.kind in CLOSABLE:
+    if source is not None and not verdict.is_same:
         sequence = proposal or source.first
         meaning = _incarnation_text(evidence, source, verdict, proposal)
         options = "--new-incarnation" if has_partitions else f"--new-incarnation --from {sequence}"
