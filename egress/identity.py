@@ -420,5 +420,5 @@ def why_not_same(evidence: Evidence, source: SourceStream) -> str:
     """Return the reason why an unknown stream cannot be the same."""
     if source.last < evidence.end:
         return f"the archive ends at {evidence.end}, the stream at {source.last}"
-    differing = min(w.tip.sequence for w in evidence.tips if w.held is HeldMessage.DIFFERENT)
+    differing = min(tip.sequence for tip in _tips(evidence, HeldMessage.DIFFERENT))
     return f"sequence {differing} is not as archived"
