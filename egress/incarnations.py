@@ -227,11 +227,10 @@ class Incarnations:
 
     def _check(self, chain: Chain, layout: Sequence[ChainDocument]) -> None:
         """Raise Stopped (E-FILTERS) if the partitions are not those of the configuration."""
-        found, expected = partition_layout(layout), partition_layout(configured_layout(self._partition))
-        if found != expected:
-            now = layout_text(configured_layout(self._partition))
+        configured = configured_layout(self._partition)
+        if partition_layout(layout) != partition_layout(configured):
             raise Stopped(
-                f"{chain}: begun with {layout_text(layout)}, configured with {now}",
+                f"{chain}: begun with {layout_text(layout)}, configured with {layout_text(configured)}",
                 hint="restore the former configuration, or stop egress and begin the next incarnation with this one:\n"
                 + repartition_command(chain.feed),
                 code="E-FILTERS",
