@@ -78,10 +78,7 @@ async def resolve(
             result = await _believe(components, chosen, yes, is_whole)
         else:
             return _show(chosen, as_json)
-    if as_json:
-        print_json(result)
-    else:
-        click.echo("decided; a running egress checks again and continues by itself, within a minute or so")
+    _print(result, ["decided; a running egress checks again and continues by itself, within a minute or so"], as_json)
     return 0
 
 
@@ -130,13 +127,10 @@ async def _believe(context: CommandContext, cases: Sequence[Case], yes: bool, is
 def _show(cases: Sequence[Case], as_json: bool) -> int:
     from egress.resolve import FEED_CODES
 
-    if as_json:
-        print_json([case.as_json() for case in cases])
-    else:
-        # One case for each partition; a single one if the problem is the feed's.
-        of_feed = next((case for case in cases if case.code in FEED_CODES), None)
-        for case in cases if of_feed is None else [of_feed]:
-            click.echo("\n".join(_lines(case)))
+    # One case for each partition; a single one if the problem is the feed's.
+    of_feed = next((case for case in cases if case.code in FEED_CODES), None)
+    lines = [line for case in (cases if of_feed is None else [of_feed]) for line in _lines(case)]
+    _print([case.as_json() for case in cases], lines, as_json)
     return EXIT_DIFFERENCES if any(case.code for case in cases) else 0
 
 
@@ -145,7 +139,7 @@ def _lines(case: Case) -> list[str]:
     from egress.resolve import FEED_CODES
 
     found, chain = case.as_json(), str(case.chain)
-    named = chain.rpartition("/")[0] if case.code in FEED_CODES else chain
+    named = _feed(case.chain) if case.code in FEED_CODES else chain
     state = case.code or "nothing to decide"
     lines = [f"{named}  {state}: {found['why'].removeprefix(f'{chain}: ')}"]
     if case.current is not None:
@@ -162,7 +156,7 @@ def _lines(case: Case) -> list[str]:
         lines.append(f"    {command(case.chain if is_one else case.chain.feed, choice.options)}")
     if case.advice:
         lines += [f"  {line}" for line in case.advice.split("\n")]
-    return [escape(line) for line in lines]
+    return lines
 
 
 # Partitions
@@ -274,7 +268,7 @@ def _filters(parts: Sequence[Partition]) -> str:
     return filters_text([partition.filter_subject for partition in parts])
 
 
-def _print(found: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
+def _print(found: object, lines: Sequence[str], as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
