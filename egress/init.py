@@ -79,11 +79,9 @@ async def _durable(client: FloeClient, partition: Partition, info: StreamInfo) -
 
 def dropped_text(info: StreamInfo) -> str:
     """Describe the messages that an interest stream did not keep; empty if it shows none."""
-    if info.config.get("retention") != INTEREST or not info.last_sequence:
+    gone = min(info.first_sequence - 1, info.last_sequence)  # an empty stream begins after its last sequence
+    if info.config.get("retention") != INTEREST or gone < 1:
         return ""
-    if info.messages and info.first_sequence <= 1:
-        return ""
-    gone = info.last_sequence if not info.messages else info.first_sequence - 1
     return f"messages 1..{gone} were dropped before: no consumer needed them any more"
 
 
