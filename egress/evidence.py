@@ -405,6 +405,7 @@ class IdentityCheck:
         self._deps, self._threads, self._archived = deps, deps.pools.io, ArchivedMessages(deps)
         self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
         self._lost: tuple[SequenceRange, ...] = ()
+        self._captures = CaptureStore(deps.chains.layout, deps.chains.objects)
         self._outside_effects: dict[Chain, bool] = {}
         # The last comparison with an equal message: the state of both sides, the evidence, and `first_timestamp_ns`.
         self._compared: tuple[tuple[object, ...], Evidence, int | None] | None = None
@@ -479,9 +480,9 @@ class IdentityCheck:
     def _affects_others(self, chain: Chain) -> bool:
         """True if a restore of the stream has effects elsewhere, by its captures, read once while it is gone."""
         if chain not in self._outside_effects:
-            found, captures = False, CaptureStore(self._deps.chains.layout, self._deps.chains.objects)
+            found = False
             with suppress(DataError):  # a restore reports it
-                config, held = captures.config(chain), captures.consumers(chain)
+                config, held = self._captures.config(chain), self._captures.consumers(chain)
                 durable = [each.config for each in (held.consumers if held else ()) if each.config.get("durable_name")]
                 pushed = {str(each["durable_name"]): "" for each in durable if each.get("deliver_subject")}
                 found = any(outside_effects(chain.feed, config.config if config else {}, pushed))
@@ -490,7 +491,7 @@ class IdentityCheck:
 
     def _as_restored(self, chain: Chain, evidence: Evidence, verdict: SourceVerdict) -> SourceVerdict:
         """Accept a stream that `floe restore` made, if its limits left no archived message; else return `verdict`."""
-        restored = CaptureStore(self._deps.chains.layout, self._deps.chains.objects).restored(chain)
+        restored = self._captures.restored(chain)
         if restored is None or evidence.source is None or not restored.has_created(evidence.source.created):
             return verdict
         # A partition without an end had no segment at the restore, and may have covered nothing.
