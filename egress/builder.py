@@ -161,7 +161,8 @@ class OpenSegment:
 
 
 class SegmentBuilder:
-    """Builder of segments that cover everything from `position` on. `closed`: the number of segments closed.
+    """Builder of segments that cover everything from `position` on. `end`: the last sequence covered so far; `closed`:
+    the number of segments closed.
 
     `limits`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything. `sampled`: rows
     have sample keys. `max_age`: the greatest age of the first segment, if it is less than that of the others. `on_due`:
@@ -186,22 +187,18 @@ class SegmentBuilder:
         self._on_due, self._due_at = on_due, math.inf
         self._until = position.until
         self._max_age = limits.max_age if max_age is None else min(max_age, limits.max_age)
-        self._sampled, self._end, self._is_inconsistent, self.closed = sampled, position.first - 1, False, 0
+        self._sampled, self.end, self._is_inconsistent, self.closed = sampled, position.first - 1, False, 0
         self.last: Message | None = None
         self._begin_segment()
         self._begin_piece()
 
     @property
-    def end(self) -> int:
-        return self._end
-
-    @property
     def is_done(self) -> bool:
-        return self._until is not None and self._end >= self._until
+        return self._until is not None and self.end >= self._until
 
     @property
     def is_open(self) -> bool:
-        return self._end >= self._first
+        return self.end >= self._first
 
     @property
     def open_segment(self) -> OpenSegment | None:
@@ -212,7 +209,7 @@ class SegmentBuilder:
             return None
         age = max(0.0, self._clock.monotonic() - opened)
         due_in = max(0.0, self._max_age - age)
-        return OpenSegment(self._first, self._end, self._count, self._size, age, due_in, self._limits)
+        return OpenSegment(self._first, self.end, self._count, self._size, age, due_in, self._limits)
 
     def add_messages(self, columns: Columns) -> None:
         """Take messages in sequence order, all after `end`, and keep all of them."""
@@ -233,7 +230,7 @@ class SegmentBuilder:
                     first = batch.part(0, count)
                     self._take(first, first.kept.raw_size)
                 if reason is ClosedBy.HOLE and self._until is not None:
-                    self._end = self._until
+                    self.end = self._until
                 if reason is not None:
                     self._close(reason)
                 batch = batch.part(count, len(batch))
@@ -249,12 +246,12 @@ class SegmentBuilder:
         self._is_inconsistent = False
 
     def skip_to(self, sequence: int) -> None:
-        if sequence <= self._end or self.is_done:
+        if sequence <= self.end or self.is_done:
             return
         with self._consistent_step():
             self._open()
-            self._end = sequence if self._until is None else min(sequence, self._until)
-            if self._end == self._until:
+            self.end = sequence if self._until is None else min(sequence, self._until)
+            if self.end == self._until:
                 self._close(ClosedBy.HOLE)
             self._check_due()
 
@@ -271,7 +268,7 @@ class SegmentBuilder:
     def _next_due(self) -> float:
         if self._opened is None:
             return math.inf
-        has_gap = self._end - self._piece_first >= len(self._examined)
+        has_gap = self.end - self._piece_first >= len(self._examined)
         return min(self._opened + self._max_age, self._piece_opened + GAP_MAX_AGE_S if has_gap else math.inf)
 
     def _check_due(self) -> None:
@@ -302,13 +299,13 @@ class SegmentBuilder:
         self._begin_segment()
 
     def _begin_segment(self) -> None:
-        self._first = self._end + 1
+        self._first = self.end + 1
         self._count, self._size = 0, 0
         self._opened: float | None = None
         self._due_at = math.inf
 
     def _begin_piece(self) -> None:
-        self._piece_first, self._piece_opened = self._end + 1, 0.0
+        self._piece_first, self._piece_opened = self.end + 1, 0.0
         self._rows, self._codes = Columns.empty(sampled=self._sampled), bytearray()
         self._examined: list[int] = []
         self._piece_size, self._memory, self._left_out = 0, 0, Counter[Reason]()
@@ -318,7 +315,7 @@ class SegmentBuilder:
         now = self._clock.monotonic()
         if self._opened is None:
             self._opened = now
-        if self._piece_first > self._end:
+        if self._piece_first > self.end:
             self._piece_opened = now
 
     def _count_fitting(self, batch: MessageBatch, size: int) -> tuple[int, ClosedBy | None]:
@@ -337,7 +334,7 @@ class SegmentBuilder:
 
     def _take(self, batch: MessageBatch, size: int) -> None:
         self._open()
-        self._end = batch.examined.sequences[-1]
+        self.end = batch.examined.sequences[-1]
         self._count += len(batch.kept)
         self.last = batch.examined.last
         self._examined += batch.examined.sequences
@@ -354,9 +351,9 @@ class SegmentBuilder:
             self._emit_piece()
 
     def _emit_piece(self) -> None:
-        if self._end < self._piece_first:
+        if self.end < self._piece_first:
             return
-        coverage = SequenceRange(self._piece_first, self._end)
+        coverage = SequenceRange(self._piece_first, self.end)
         last, size = self.last if self._examined else None, self._piece_size
         received = self._rows, self._examined, last, size, self._memory, self._codes, self._left_out
         self._emit(Piece(coverage, *received))
