@@ -5,7 +5,6 @@ turn are rare. A heartbeat is not sent again if its acknowledgement was lost.
 """
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -20,7 +19,7 @@ from common.nats.client import FloeClient, RawSubscription
 from common.nats.headers import build_block
 from common.nats.kv import state_key
 from common.nats.lease import Lease, Leases
-from common.nats.protocol import ApiError, api_error
+from common.nats.protocol import ApiError, api_answer
 from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.egress import HeartbeatSubjectSettings
@@ -164,13 +163,8 @@ def next_due(due: float, interval: float, now: float) -> float:
 
 def check_stored(answer: bytes, subject: str) -> None:
     """Raise ApiError, Unavailable or OutcomeUnknown unless `answer` confirms that a stream stored it."""
-    try:
-        document = json.loads(answer)
-    except (ValueError, RecursionError):
-        document = None
-    if isinstance(document, dict) and "error" in document:
-        raise api_error(document["error"], f"heartbeat to {subject}")
-    if not isinstance(document, dict) or not isinstance(document.get("seq"), int):
+    document = api_answer(f"heartbeat to {subject}", answer)
+    if not isinstance(document.get("seq"), int):
         raise OutcomeUnknown(f"heartbeat to {subject}: expected an acknowledgement, found {answer[:60]!r}")
 
 
