@@ -23,11 +23,10 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any
 
-from common.clock import NS_PER_S, Clock
+from common.clock import NS_PER_S, Clock, format_time
 from common.errors import OutcomeUnknown, Stopped
 from common.nats.api import (
     INTEREST,
@@ -65,8 +64,7 @@ async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSetti
         return max(held, start.start_sequence)
     moment = start.start_time
     if not moment and start.start_delta:
-        then = datetime.fromtimestamp(clock.now(), UTC) - timedelta(seconds=start.start_delta)
-        moment = then.isoformat().replace("+00:00", "Z")
+        moment = format_time(round((clock.now() - start.start_delta) * NS_PER_S))
     return max(held, await _first_at_time(client, info.name, moment)) if moment else held
 
 
