@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -241,14 +241,10 @@ class BackupImport:
 
     # The scratch stream
 
-    @asynccontextmanager
-    async def _open_server(self) -> AsyncIterator[NatsSettings]:
+    def _open_server(self) -> AbstractAsyncContextManager[NatsSettings]:
         if self._server is not None:
-            yield self._server
-            return
-        folder = self._context.settings.spool_dir
-        async with start_local_server(self._make, folder, self._progress, SERVER_CODE) as nats:
-            yield nats
+            return nullcontext(self._server)
+        return start_local_server(self._make, self._context.settings.spool_dir, self._progress, SERVER_CODE)
 
     async def _connect(self, nats: NatsSettings) -> FloeClient:
         return await connect(nats, name=f"floe import {self._chain.site}", clock=self._clock)
