@@ -324,13 +324,7 @@ async def connect_egress(settings: Settings, name: str, clock: Clock) -> FloeCli
 
 
 def make_deps(
-    settings: Settings,
-    tuning: Tuning,
-    objects: ObjectStore,
-    client: FloeClient,
-    state: KeyValue,
-    chains: int,
-    name: str,
+    settings: Settings, tuning: Tuning, objects: ObjectStore, client: FloeClient, state: KeyValue, name: str
 ) -> EgressDeps:
     return EgressDeps(
         client=client,
@@ -339,7 +333,7 @@ def make_deps(
         objects=objects,
         store=open_store(settings, objects),
         chains=open_chains(settings, objects, BucketClaims(state)),
-        budget=MemoryBudget(settings.egress.memory_limit, chains),
+        budget=MemoryBudget(settings.egress.memory_limit),
         clock=client.clock,
         rng=random.SystemRandom(),
         writer=f"floe {version()}",
@@ -364,7 +358,7 @@ async def open_context(settings: Settings, *, is_view: bool = False) -> AsyncIte
         leases = optional_leases(client, egress, new_owner(settings.instance), clock)
         state = optional_state(client, egress)
         objects = open_objects(settings.store, timeout=VIEW_TIMEOUT_S if is_view else None, creates=not is_view)
-        deps = make_deps(settings, Tuning(), objects, client, state, 1, "command")
+        deps = make_deps(settings, Tuning(), objects, client, state, "command")
         stack.callback(deps.store.close)
         yield CommandContext(settings, deps, leases, pools)
 

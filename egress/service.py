@@ -207,8 +207,7 @@ class EgressService:
         check = partial(self._check_store, objects)
         await self._retry("objects", "the store", f"store {store}", lambda: run_until_stopped(self._stop, check()))
         settings = self._settings  # a reload may have come meanwhile
-        partitions = all_partitions(site, settings.egress.feeds)
-        deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
+        deps = make_deps(settings, self._tuning, objects, data, state, "check")
         stack.callback(deps.store.close)
         metrics.spool_bytes.set_function(deps.store.spooled_bytes)
         siblings = self._identity.count if self._identity else 1
