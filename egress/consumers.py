@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from common.clock import NS_PER_S, Clock, format_time
+from common.clock import NS_PER_S, format_time
 from common.errors import OutcomeUnknown, Stopped
 from common.nats.api import (
     INTEREST,
@@ -52,7 +52,7 @@ from egress.memory import MemoryAccount
 from egress.partition import Partition, Position, partitions_of
 
 
-async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSettings, clock: Clock) -> int:
+async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSettings) -> int:
     """Return the sequence at which a new feed of the stream begins; without start keys, the first it holds.
 
     A start before the first message held begins there: messages that were gone before the feed existed are not missing.
@@ -64,7 +64,7 @@ async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSetti
         return max(held, start.start_sequence)
     moment = start.start_time
     if not moment and start.start_delta:
-        moment = format_time(round((clock.now() - start.start_delta) * NS_PER_S))
+        moment = format_time(round((client.clock.now() - start.start_delta) * NS_PER_S))
     return max(held, await _first_at_time(client, info.name, moment)) if moment else held
 
 

@@ -431,7 +431,7 @@ class Worker:
                 raise no_stream_error(self._partition)
             check_start(info, self._partition.settings)
             raise_if_loop(self._partition, self._partition.chain, info)
-            first = await first_sequence(self._deps.client, info, self._partition.settings, self._deps.clock)
+            first = await first_sequence(self._deps.client, info, self._partition.settings)
             found = await self._incarnations.begin_first(info, first)
         elif self._partition.settings.is_set and not self._has_begun:
             context = self._partition.chain.log_context()
