@@ -87,10 +87,10 @@ class Archive:
 
     @classmethod
     async def open(cls, current: Incarnation, deps: PartitionDeps) -> Archive:
-        floor = await deps.pools.io.run(deps.chains.read_floor, current.chain)
-        first = max(current.document.first, floor or 0)
-        marks = HighWaterMarks(deps.state)
-        return cls(current.chain, first, deps.store, deps.chains, marks, deps.pools)
+        chain, marks = current.chain, HighWaterMarks(deps.state)
+        archive = cls(chain, current.document.first, deps.store, deps.chains, marks, deps.pools)
+        await archive.raise_first_to_floor()
+        return archive
 
     async def load(self) -> None:
         """List the chain from the mark on, or all of it if there is no mark.
