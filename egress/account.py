@@ -162,7 +162,7 @@ class AccountListing:
         due = self._due(names, running)
         failures = list[FloeError]()
         for begin in range(0, len(due), PARALLEL_INSPECTIONS):
-            found = await asyncio.gather(*map(self._try_inspect, due[begin : begin + PARALLEL_INSPECTIONS]))
+            found = await asyncio.gather(*map(self._inspect, due[begin : begin + PARALLEL_INSPECTIONS]))
             failures += filter(None, found)
             if len(failures) >= PARALLEL_INSPECTIONS:  # not only a stream without a leader
                 raise failures[0]
@@ -179,23 +179,20 @@ class AccountListing:
         again.sort(key=lambda name: self._known[name][1])
         return new + again[:MAX_REINSPECTIONS]
 
-    async def _try_inspect(self, name: str) -> FloeError | None:
+    async def _inspect(self, name: str) -> FloeError | None:
         """Inspect the stream; return the error if there is no answer."""
+        message = None
         try:
-            await self._inspect(name)
+            info = await self._permitted("STREAM.INFO", name, lambda: stream_info(self._client, name))
+            if info is not None and info.messages and not AccountStream(name, info).is_internal:
+                last = {"seq": info.last_sequence}
+                message = await self._permitted("STREAM.MSG.GET", name, lambda: query_message(self._client, name, last))
         except FloeError as error:
             log.debug("stream not inspected", action="stream_uninspected", stream=name, error=str(error))
             return error
-        return None
-
-    async def _inspect(self, name: str) -> None:
-        info = await self._permitted("STREAM.INFO", name, lambda: stream_info(self._client, name))
-        is_copy = False
-        if info is not None and info.messages and not AccountStream(name, info).is_internal:
-            last = {"seq": info.last_sequence}
-            message = await self._permitted("STREAM.MSG.GET", name, lambda: query_message(self._client, name, last))
-            is_copy = message is not None and header_value(message.headers, SOURCE_HEADER) is not None
+        is_copy = message is not None and header_value(message.headers, SOURCE_HEADER) is not None
         self._known[name] = AccountStream(name, info, is_copy), self._clock.monotonic()
+        return None
 
     async def _permitted(self, call: str, stream: str, request: Callable[[], Awaitable[T]]) -> T | None:
         """Return the answer to `request`; None without the permission."""
