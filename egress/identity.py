@@ -384,7 +384,7 @@ def verdict_error(
         hint = gone_hint(partition, chain, elsewhere=evidence.affects_others)
     else:
         hint = _hint(partition, chain, evidence, verdict, proposal)
-    return Stopped(text, hint=hint, code=CODES.get(verdict.kind, "E-IDENTITY"))
+    return Stopped(text, hint=hint, code=CODES[verdict.kind])
 
 
 def first_difference_text(evidence: Evidence, proposal: int | None) -> str:
