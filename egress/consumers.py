@@ -309,7 +309,7 @@ RESET_REASONS = (
 
 
 class ReaderResetError(Exception):
-    """Error if the consumer or its stream may have changed; `reason` is one of REASONS, for metrics."""
+    """Error if the consumer or its stream may have changed; `reason` is one of RESET_REASONS, for metrics."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
