@@ -126,7 +126,7 @@ class StreamCapturer:
     def __init__(self, deps: PartitionDeps, archive: Archive, created: str, lease: Lease) -> None:
         self._deps, self._partition, self._clock = deps, deps.partition, deps.clock
         self._archive, self._created, self._lease = archive, created, lease
-        self._store = CaptureStore(deps.chains.layout, deps.objects)
+        self._store = CaptureStore(deps.chains.layout, deps.chains.objects)
         chain = deps.partition.chain
         self._labels = chain.site, chain.feed, str(chain.partition)
         self._error_codes: dict[str, str] = {}  # the kinds that fail, and the code of the error that was logged

@@ -255,7 +255,6 @@ class EgressDeps:
     client: FloeClient
     connect: Callable[[], Awaitable[FloeClient]]
     state: KeyValue
-    objects: ObjectStore
     store: SegmentStore
     chains: ChainStore
     budget: MemoryBudget
@@ -330,7 +329,6 @@ def make_deps(
         client=client,
         connect=partial(connect_egress, settings, name, client.clock),
         state=state,
-        objects=objects,
         store=open_store(settings, objects),
         chains=open_chains(settings, objects, BucketClaims(state)),
         budget=MemoryBudget(settings.egress.memory_limit),

@@ -185,7 +185,7 @@ class Incarnations:
 
     def __init__(self, deps: PartitionDeps) -> None:
         self._partition, self._feed = deps.partition, deps.partition.chain
-        self._chains, self._objects, self._marks = deps.chains, deps.objects, HighWaterMarks(deps.state)
+        self._chains, self._marks = deps.chains, HighWaterMarks(deps.state)
         self._threads, self._clock = deps.pools.io, deps.clock
 
     async def load(self) -> Incarnation | None:
@@ -391,7 +391,7 @@ class Incarnations:
         if current.incarnation == 0:
             return
         key = self._chains.layout.stream_document(current)
-        info = await self._threads.run(self._objects.head, key)
+        info = await self._threads.run(self._chains.objects.head, key)
         left = INCARNATION_INTERVAL_S - (self._clock.now() - info.modified) if info else 0.0
         if left > 0:
             raise Stopped(
