@@ -304,7 +304,7 @@ class Delivery:
         if self.trouble:
             log.info("publish recovered", action="publish_recovered", target=self.target, trouble=self.trouble)
             self.trouble = ""
-        metrics.count_published_bytes(self.target, rows.block_bytes())
+        metrics.delivered_bytes.labels(self.target).inc(rows.message_bytes)
         failpoint("ingress.after_commit")
         return settled.base
 

@@ -1,10 +1,9 @@
 """The metrics of ingress."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
-from common.chain import Chain
 from common.leasing import HAND_OVER_REASONS
 from common.metrics import ScrapedMetrics, counter, counter_total, gauge, histogram
 from ingress.checkpoint import Intent
@@ -161,11 +160,6 @@ take_overs = counter("ingress_take_overs", "Leases taken over from another membe
 def count_foreign(target: str, messages: int) -> None:
     if messages > 0:
         foreign_messages.labels(target).inc(messages)
-
-
-def count_published_bytes(target: str, sizes: Iterable[tuple[Chain, int]]) -> None:
-    """Count the bytes that were published, block by block."""
-    delivered_bytes.labels(target).inc(sum(size for _, size in sizes))
 
 
 def count_closed_intent(target: str, intent: Intent, now: float) -> None:

@@ -115,9 +115,10 @@ class Rows:
                 found.setdefault(block.piece.chain, block.batch.timestamps_ns[0] / NS_PER_S)
         return found
 
-    def block_bytes(self) -> Iterator[tuple[Chain, int]]:
-        """Yield the chain and the bytes of each block with messages in memory."""
-        return ((each.piece.chain, each.batch.byte_ends[-1]) for each in self.blocks if each.batch)
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of payloads and header blocks of the messages in memory."""
+        return sum(block.batch.byte_ends[-1] for block in self.blocks if block.batch)
 
     def first_above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
         """Return chain, sequence and bytes of the first message above `limit` from index `start` on, or None."""
@@ -138,7 +139,7 @@ class Rows:
         return None if batch is None else batch.sequences[row]
 
     def messages(self, start: int, stop: int) -> Iterator[WireMessage]:
-        """Yield messages `start` to `batch_end` (exclusive, at most `count`)."""
+        """Yield messages `start` to `stop` (exclusive, at most `count`)."""
         for batch, row, end in self.runs(start, stop):
             yield from batch.messages(row, end)
 
