@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from datetime import UTC, datetime
 
 from common.archive import documents
 from common.archive.documents import MAX_TEXT_CHARS, AcceptedGap, ChainStore
@@ -13,7 +12,7 @@ from common.archive.scan import ChainArchive
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.chain import Chain
-from common.clock import NS_PER_S, Clock, parse_time
+from common.clock import NS_PER_S, Clock, format_time, parse_time
 from common.errors import FloeError, OutcomeUnknown, Refused, Stopped, Unavailable
 from common.exits import choices, position_command
 from common.logs import get_logger
@@ -111,7 +110,7 @@ class GapSkipper:
         """
         found = search_whole_chain(self._store, chain, decision.part, damaged)
         if isinstance(found, SequenceRange) and found not in [gap.range for gap in self._gaps(chain).copy()]:
-            self._record_skip(chain, AcceptedGap(found, decision.reason[:MAX_TEXT_CHARS], AUTHOR, self._now()))
+            self._record_skip(chain, found, decision.reason, len(found))
             context = {"gap": str(found), "error": decision.reason, "target": self._target}
             log.warning("gap skipped", action="gap_skipped", **context, **chain.log_context())
         return found
@@ -123,14 +122,19 @@ class GapSkipper:
         """
         if any(gap.range.encloses(part) for gap in self._gaps(chain).copy()):
             return
-        self._record_skip(chain, AcceptedGap(part, reason[:MAX_TEXT_CHARS], AUTHOR, self._now(), from_hole=True), lost)
+        self._record_skip(chain, part, reason, lost, from_hole=True)
         context = {"gap": str(part), "missing": lost, "error": reason, "target": self._target, **chain.log_context()}
         log.warning("missing sequences of a filled hole skipped", action="incomplete_fill_skipped", **context)
 
-    def _record_skip(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
-        """Record a skipped gap. `lost`: the number of its sequences that are lost; None: all."""
+    def _record_skip(
+        self, chain: Chain, part: SequenceRange, reason: str, lost: int, *, from_hole: bool = False
+    ) -> None:
+        """Record and count a skipped range, of which `lost` sequences are lost. `from_hole`: as in `AcceptedGap`."""
+        # Whole seconds by the store's clock: some stores keep no finer LastModified.
+        at = format_time(int(self.clock.now_or_host()) * NS_PER_S)
+        gap = AcceptedGap(part, reason[:MAX_TEXT_CHARS], AUTHOR, at, from_hole)
         self._gaps(chain).append(self._documents.record_skipped_gap(self._target, chain, gap))
-        metrics.lost_sequences.labels(self._target).inc(len(gap.range) if lost is None else lost)
+        metrics.lost_sequences.labels(self._target).inc(lost)
 
     def has_none(self, chain: Chain) -> bool:
         """True if it is known that the target skipped nothing of the chain. Does not block."""
@@ -172,11 +176,6 @@ class GapSkipper:
 
     def _prefix(self, chain: Chain) -> str:
         return self._documents.layout.skipped_prefix(self._target, chain)
-
-    def _now(self) -> str:
-        """Return the time by the store's clock, in whole seconds: some stores keep no finer LastModified."""
-        now = datetime.fromtimestamp(int(self.clock.now_or_host()), UTC)
-        return now.isoformat().replace("+00:00", "Z")
 
 
 class SegmentLocator:
