@@ -173,8 +173,8 @@ def count_closed_intent(target: str, intent: Intent, now: float) -> None:
 
 def totals() -> dict[str, Callable[[], float]]:
     """Return the counts of this process since its start, by name."""
-    counts = {
+    return {
+        "messages": lambda: sum(map(Counter.total, delivered.values())),
         "bytes": partial(counter_total, delivered_bytes),
         "intents": partial(counter_total, intents, result="closed"),
     }
-    return {"messages": lambda: sum(map(Counter.total, delivered.values())), **counts}

@@ -177,7 +177,7 @@ class Lags:
     def _lag(
         self, state: ChainState, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
     ) -> Lag:
-        at = _position(state, positions)
+        at = positions.get(state.chain, state.position or 1)
         # Sequences after the end of the incarnation never reach the target.
         archived = state.archived if state.end is None else min(state.archived, state.end)
         sequences = max(0, archived - at + 1)
@@ -218,10 +218,6 @@ _OF_TARGET = (
     metrics.matched_feeds,
     metrics.untaken_feeds,
 )
-
-
-def _position(state: ChainState, positions: Mapping[Chain, int]) -> int:
-    return positions.get(state.chain, state.position or 1)
 
 
 def _decoded(
