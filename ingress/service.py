@@ -112,7 +112,6 @@ class Controller:
         with ProcessLog(
             "ingress", self._settings, self._clock, metrics.totals(), self._health.problems, **more
         ) as process_log:
-            check_targets(settings)
             await self._run_all(stop, process_log)
 
     async def _run_all(self, stop: Stop, process_log: ProcessLog) -> None:
