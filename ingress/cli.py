@@ -16,7 +16,6 @@ from common import cli
 from common.archive.documents import TargetPositions
 from common.audit import decide, decision_command, note_option
 from common.check_cli import HOUR_S, CheckResult, CheckState, PerformanceValue, Thresholds, thresholds
-from common.cli import config_command, config_option, print_json, print_table, run_async, run_command
 from common.clock import SystemClock
 from common.errors import DataError, OutcomeUnknown, StoreUnavailable, Unavailable, UsageError
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER, report_error
@@ -38,8 +37,8 @@ def ingress() -> None:
 
 
 @ingress.command("run")
-@config_option
-@run_command
+@cli.config_option
+@cli.run_command
 async def run(config: str) -> None:
     """Deliver the archive into the target streams, until SIGTERM.
 
@@ -84,7 +83,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("ls")
-@config_command
+@cli.config_command
 async def checkpoint_ls(config: str, as_json: bool) -> None:
     """List the checkpoint of each target: the rows known to be stored, and the open intent if there is one.
 
@@ -285,7 +284,7 @@ Views = Mapping[str, Callable[[], "Callable[[Settings], Awaitable[StatusView]]"]
 @click.option("--archive", "is_archive", is_flag=True, help="Show only the archive, without NATS.")
 @cli.wide_option
 @click.pass_obj
-@config_command
+@cli.config_command
 def status(views: Views, config: str, is_archive: bool, is_wide: bool, every: float | None, as_json: bool) -> int:
     """Show the state of this site, of the centre, or of the archive.
 
@@ -302,7 +301,7 @@ def status(views: Views, config: str, is_archive: bool, is_wide: bool, every: fl
     settings = load_settings(config, quiet=True)
 
     def show() -> int:
-        found = run_async(_read_views(settings, views, is_archive))
+        found = cli.run_async(_read_views(settings, views, is_archive))
         if every is not None:
             click.clear()
         return _show(found, is_wide=is_wide, as_json=as_json)
@@ -325,12 +324,12 @@ def _repeat(show: Callable[[], int], every: float) -> int:
 def _show(found: Sequence[StatusView], *, is_wide: bool, as_json: bool) -> int:
     """Print the views and return the exit code."""
     if as_json:
-        print_json([row for view in found for row in view.rows()])
+        cli.print_json([row for view in found for row in view.rows()])
     for view in () if as_json else found:
         if len(found) > 1:
             click.echo(f"{view.format.name}:")
         rows, columns = view.table(is_wide=is_wide)
-        print_table(rows, columns, None if is_wide else cli.terminal_width())
+        cli.print_table(rows, columns, None if is_wide else cli.terminal_width())
         for line in view.details:
             click.echo(escape(line))
     for note in (note for view in found for note in view.notes):
