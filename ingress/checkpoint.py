@@ -223,7 +223,7 @@ class TargetState:
 def open_intent(
     state: TargetState, pieces: Sequence[IntentPiece], base: int | None = None, *, is_shared: bool = False
 ) -> TargetState:
-    """Return the state with an open intent. Raises CheckpointConflict if one is already open or a piece does not fit.
+    """Return the state with an open intent. Raises StateConflict if one is already open or a piece does not fit.
 
     `base`: the target sequence before its first row, if foreign messages follow the checkpoint (None: there are
     none). `is_shared`: as in `Intent`.
@@ -236,14 +236,14 @@ def open_intent(
 
 
 def share_intent(state: TargetState) -> TargetState:
-    """Mark the open intent as shared: foreign messages may be between its rows. Raises CheckpointConflict."""
+    """Mark the open intent as shared: foreign messages may be between its rows. Raises StateConflict."""
     if state.intent is None:
         raise StateConflict("expected an open intent, found none")
     return replace(state, intent=replace(state.intent, is_shared=True))
 
 
 def close_intent(state: TargetState, base: int | None = None) -> TargetState:
-    """Return the checkpoint after the open intent. Call only when all rows are stored. Raises CheckpointConflict.
+    """Return the checkpoint after the open intent. Call only when all rows are stored. Raises StateConflict.
 
     `base`: the target sequence of the last row minus the number of rows, if foreign messages in between have moved it
     (None: there are none).
@@ -265,7 +265,7 @@ def moved_positions(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece
     """Return the positions that `pieces` move, after them. Each piece must begin exactly at its chain's position (a new
     chain: anywhere). A piece out of turn moves nothing and is not checked.
 
-    Raises CheckpointConflict, which names both sequences.
+    Raises StateConflict, which names both sequences.
     """
     moved: dict[Chain, int] = {}
     for piece in pieces:

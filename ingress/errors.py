@@ -50,7 +50,7 @@ def check_targets(settings: IngressSettings) -> None:
         raise ConfigError(f"{config_source()}: ingress.targets: expected at least one target, found none")
 
 
-MAX_SHOWN_ITEMS = 5  # damaged segments
+MAX_SHOWN_ITEMS = 5  # damaged segments or missing partitions that one message names
 
 
 def hole_hint(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:

@@ -179,7 +179,7 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notificatio
     """Hand over every message on `subject`, forever.
 
     No queue group: each instance gets each message. Messages sent while the connection is down are lost, so
-    `listening` is called again after every reconnect. A refusal is logged and retried.
+    discovery polls again after every reconnect. A refusal is logged and retried.
     """
 
     def sink(_subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:

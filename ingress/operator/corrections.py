@@ -103,7 +103,7 @@ class TargetScan:
 
 @dataclass(frozen=True, slots=True)
 class ParkedMarks:
-    """Parked messages that a chain has passed (`parked`), and those that are in the target (`delivered`)."""
+    """Parked messages that a chain has passed (`left_out`), and those that are in the target (`delivered`)."""
 
     left_out: tuple[Message, ...] = ()
     delivered: tuple[Message, ...] = ()

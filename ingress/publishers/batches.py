@@ -192,7 +192,7 @@ class FastPublisher(SinglePublisher):
     async def _wait_for_room(self, batch: FastBatch, more: int) -> UnknownOutcome | None:
         """Wait until `more` messages may be sent, or the server has stopped the batch.
 
-        An answer is certain only if `every` messages are in flight.
+        An answer is certain only if `ack_interval` messages are in flight.
         """
         answers = batch.answers
         while not answers.has_ended:
