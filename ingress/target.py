@@ -97,7 +97,6 @@ class TargetRunner:
 
     def __init__(self, deps: IngressDeps, settings: TargetSettings, report: TargetReport) -> None:
         self._deps, self._settings, self._report, self._target = deps, settings, report, settings.stream
-        self._sending: tuple[Lease | None, Sending] = (None, Sending())
         self._known_sources = dict[FeedId, SourceSettings]()  # of all deliveries: an intent may outlive one
 
     def adopt(self, deps: IngressDeps, settings: TargetSettings) -> None:
@@ -115,8 +114,8 @@ class TargetRunner:
         with suppress(Stopped):  # reported during delivery, under the lease
             self._publisher_name(await self._info())
 
-    async def run(self, lease: Lease, stop: Stop) -> None:
-        """Deliver until `stop` is set and no intent is open.
+    async def run(self, lease: Lease, sending: Sending, stop: Stop) -> None:
+        """Deliver until `stop` is set and no intent is open. `sending`: the record of what was sent under this lease.
 
         Raises errors that need an operator, LeaseLost, and errors that pass by themselves.
         """
@@ -135,7 +134,7 @@ class TargetRunner:
         retries = Retries(parked, source, deps.threads, deps.clock, chains.renew_limits, decisions)
         retries.check_interval_s = deps.tuning.parked_check_interval_s
         state = StateStore(bucket, name, parked.adopt_state)
-        reconciler = self._reconciler(state, lease)
+        reconciler = self._reconciler(state, lease, sending)
         limits = ServerLimits(deps.client, chains, source.reset, oversize_remedies(name))
         publisher = kind(deps.client, name, replies, exclusive=self._settings.exclusive)
         delivery = Delivery(name, state, reconciler, publisher, source, deps.clock, source.before_close, limits)
@@ -172,13 +171,11 @@ class TargetRunner:
         known = (lambda: chains.source_names), stored, stopped
         return PositionsWriter(self._target, *known, deps.documents, deps.threads, deps.clock)
 
-    def _reconciler(self, state: StateStore, lease: Lease) -> TargetReconciler:
+    def _reconciler(self, state: StateStore, lease: Lease, sending: Sending) -> TargetReconciler:
         deps, errors, headers = self._deps, TargetErrors(self._target), control_headers(self._settings)
         stream = TargetStream(deps.client, self._target, deps.connect, headers)
-        if self._sending[0] is not lease:
-            self._sending = (lease, Sending())
         kind = TargetReconciler if self._settings.exclusive else SharedTargetReconciler
-        return kind(errors, state, stream, lease, deps.clock, deps.tuning.confirm_interval_s, self._sending[1])
+        return kind(errors, state, stream, lease, deps.clock, deps.tuning.confirm_interval_s, sending)
 
     # The target
 
@@ -263,11 +260,11 @@ class TargetSupervisor:
         A target that waits for an operator keeps its lease: another instance would find the same.
         """
         self._report.report_held()
-        keeping = spawn(lease.run_renewals(), raise_fatal, name=f"lease {self.target}")
+        keeping, sending = spawn(lease.run_renewals(), raise_fatal, name=f"lease {self.target}"), Sending()
         try:
             async with any_set(stop, lease.return_requested, lease.lost) as leaving:
                 while lease.is_usable() and not leaving.is_set:
-                    await self._attempt(self._run_under_lease(lease, leaving), leaving)
+                    await self._attempt(self._run_under_lease(lease, sending, leaving), leaving)
         finally:
             await cancel(keeping)
             was_lost = lease.lost.is_set
@@ -275,9 +272,9 @@ class TargetSupervisor:
             self._report.report_released()
             self._slot.give_up(lost=was_lost)
 
-    async def _run_under_lease(self, lease: Lease, leaving: Stop) -> None:
+    async def _run_under_lease(self, lease: Lease, sending: Sending, leaving: Stop) -> None:
         try:
-            await self.runner.run(lease, leaving)
+            await self.runner.run(lease, sending, leaving)
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", target=self.target, error=error.message)
             lease.lost.set(StopReason.LEASE_LOST)
