@@ -4,7 +4,7 @@
 that are in the target; the other rows are replayed again.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from common.chain import Chain
@@ -108,13 +108,11 @@ class ParkedMarks:
     left_out: tuple[Message, ...] = ()
     delivered: tuple[Message, ...] = ()
 
-    def effects(self) -> list[str]:
-        lines = []
+    def effects(self) -> Iterator[str]:
         if self.left_out:
-            lines.append(f"{_named(self.left_out)}: parked; floe parked retry delivers it")
+            yield f"{_named(self.left_out)}: parked; floe parked retry delivers it"
         if self.delivered:
-            lines.append(f"{_named(self.delivered)}: parked before, and found in the target: marked as delivered")
-        return lines
+            yield f"{_named(self.delivered)}: parked before, and found in the target: marked as delivered"
 
 
 def _named(messages: Collection[Message]) -> str:
@@ -203,25 +201,23 @@ def move(state: TargetState, chain: Chain, sequence: int) -> Correction:
     positions = {**checkpoint.positions, chain: sequence}
     parked = parked_names_after(checkpoint, checkpoint.target_created, positions)
     after = replace(state, checkpoint=replace(checkpoint, positions=positions, parked=parked))
-    return Correction(after, position_effects(state.checkpoint.positions, positions))
+    return Correction(after, [*position_effects(checkpoint.positions, positions)])
 
 
-def position_effects(before: Positions, after: Positions) -> list[str]:
-    lines = []
+def position_effects(before: Positions, after: Positions) -> Iterator[str]:
     for chain in sorted({*before, *after}):
         was, now = before.get(chain), after.get(chain)
         if was == now:
             continue
         if now is None:
-            lines.append(f"{chain}: begins again; messages already stored are stored twice")
+            yield f"{chain}: begins again; messages already stored are stored twice"
         elif was is None:
-            lines.append(f"{chain}: begins at {now}; nothing before it is delivered")
+            yield f"{chain}: begins at {now}; nothing before it is delivered"
         elif now > was:
-            lines.append(f"{chain}: {was} to {now - 1} are no longer delivered")
+            yield f"{chain}: {was} to {now - 1} are no longer delivered"
         else:
             twice = f"those already stored are stored twice, at most {was - now:,} messages"
-            lines.append(f"{chain}: {now} to {was - 1} are delivered again: {twice}")
-    return lines
+            yield f"{chain}: {now} to {was - 1} are delivered again: {twice}"
 
 
 # The target as it is
@@ -271,7 +267,7 @@ def accept(
     last = reading.last_sequence
     checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
     marks = marks_of_intent(state.intent, positions, stored, scan, repeats=repeats)
-    effects = _accept_effects(state, reading, scan, positions) + marks.effects()
+    effects = [*_accept_effects(state, reading, scan, positions), *marks.effects()]
     return Correction(TargetState(checkpoint), effects, marks)
 
 
@@ -306,35 +302,34 @@ def advance_by(positions: Positions, intent: Intent, stored: int, tail: object) 
     return after, {piece.chain}
 
 
-def _accept_effects(state: TargetState, reading: TargetReading, scan: TargetScan, positions: Positions) -> list[str]:
-    checkpoint, lines = state.checkpoint, []
+def _accept_effects(
+    state: TargetState, reading: TargetReading, scan: TargetScan, positions: Positions
+) -> Iterator[str]:
+    checkpoint = state.checkpoint
     if reading.created != checkpoint.target_created:
-        lines.append("another stream of the same name: messages in the former one are not delivered again")
+        yield "another stream of the same name: messages in the former one are not delivered again"
     elif reading.last_sequence < checkpoint.target_sequence:
         lost = checkpoint.target_sequence - reading.last_sequence
-        lines.append(f"{lost} stored messages are gone and are not delivered again (with --from-target they are)")
+        yield f"{lost} stored messages are gone and are not delivered again (with --from-target they are)"
     if state.intent is not None:
-        lines.append("the open intent is dropped: stop every suspended or unreachable instance of ingress first")
-    lines += _found_lines(scan) + _foreign_lines(scan)
+        yield "the open intent is dropped: stop every suspended or unreachable instance of ingress first"
+    yield from _found_lines(scan)
+    yield from _foreign_lines(scan)
     if scan.unexplained:
-        lines.append("if the stored state is an old copy, Floe wrote them: use --from-target instead")
-    return lines + position_effects(checkpoint.positions, positions)
+        yield "if the stored state is an old copy, Floe wrote them: use --from-target instead"
+    yield from position_effects(checkpoint.positions, positions)
 
 
-def _found_lines(scan: TargetScan) -> list[str]:
-    return [
-        f"{chain}: {scanned.count} messages found, {scanned.first} to {scanned.newest}"
-        for chain, scanned in sorted(scan.chains.items())
-    ]
+def _found_lines(scan: TargetScan) -> Iterator[str]:
+    for chain, scanned in sorted(scan.chains.items()):
+        yield f"{chain}: {scanned.count} messages found, {scanned.first} to {scanned.newest}"
 
 
-def _foreign_lines(scan: TargetScan) -> list[str]:
-    lines = []
+def _foreign_lines(scan: TargetScan) -> Iterator[str]:
     if scan.foreign:
-        lines.append(f"{format_count(scan.foreign, 'foreign message')} will stay")
+        yield f"{format_count(scan.foreign, 'foreign message')} will stay"
     if scan.unexplained:
-        lines.append(f"{format_count(scan.unexplained, 'unexpected message')} with the header Floe-Source will stay")
-    return lines
+        yield f"{format_count(scan.unexplained, 'unexpected message')} with the header Floe-Source will stay"
 
 
 def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Correction:
@@ -395,7 +390,7 @@ def rebuild(
     positions = dict(same.positions) if same and lost <= 0 else {}
     for chain, scanned in scan.chains.items():
         positions[chain] = max(positions.get(chain, 0), scanned.newest + 1)
-    lines = _found_lines(scan)
+    lines = [*_found_lines(scan)]
     if lost > 0:
         repeated = "are delivered again: readers that had them get them twice"
         lines.append(f"the last {lost} messages, which the target has lost, {repeated}")
@@ -408,7 +403,7 @@ def rebuild(
     parked = parked_names_after(state.checkpoint, reading.created, positions) if state else None
     checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
     marks = marks_by_listing(entries, checkpoint, scan)
-    lines += position_effects(before, positions) + marks.effects()
+    lines += [*position_effects(before, positions), *marks.effects()]
     return Correction(TargetState(checkpoint), lines, marks)
 
 
@@ -422,7 +417,7 @@ def forget(state: TargetState | None, reading: TargetReading | None, messages: i
             f"expected an empty target, found {messages} messages: they would be stored twice",
             hint="empty or recreate the stream first; or continue after the messages in it (--from-target)",
         )
-    lines = position_effects(state.checkpoint.positions if state else {}, {})
+    lines = [*position_effects(state.checkpoint.positions if state else {}, {})]
     is_same = state is not None and reading is not None and reading.created == state.checkpoint.target_created
     if reading is None or (reading.last_sequence == 0 and not is_same):
         return Correction(None, lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from common.archive.catalog import first_sequence
@@ -33,16 +33,14 @@ class ArchivedCover:
     end: int
     incarnation_end: int | None = None
 
-    def holes(self) -> list[ChainHole]:
+    def holes(self) -> Iterator[ChainHole]:
         if self.end < self.first:
-            return []
-        found = []
+            return
         for rows in self.archive.holes(SequenceRange(self.first, self.end)):
             behind = [ref for ref in self.archive.refs if ref.coverage.first > rows.last]
             nearest = min(behind, key=lambda ref: ref.coverage, default=None)
             since = min((ref.modified for ref in behind), default=None)
-            found.append(ChainHole(self.archive.chain, rows, since, nearest, tuple(holes(self.accepted, rows))))
-        return found
+            yield ChainHole(self.archive.chain, rows, since, nearest, tuple(holes(self.accepted, rows)))
 
 
 @dataclass(frozen=True, slots=True)
