@@ -1,7 +1,7 @@
 """The state of one chain on its way into a target, and the registry of all chains of the target."""
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -342,6 +342,10 @@ class ChainRegistry:
     def get(self, chain: Chain) -> ChainState | None:
         return self._states.get(chain)
 
+    def states_of(self, chains: Iterable[Chain]) -> list[ChainState]:
+        """Return the states of those of `chains` that are known here, in order."""
+        return [state for chain in sorted(chains) if (state := self._states.get(chain)) is not None]
+
     def is_current(self, state: ChainState) -> bool:
         """True until `state` is replaced: results for a replaced state do not count."""
         return self._states.get(state.chain) is state
@@ -532,7 +536,7 @@ class ChainRegistry:
         """Return the chains that no longer wait for the end of a known chain, each once after an `obstacle`."""
         released = [chain for chain in self._waiting if not self.waits_for_known_chain(chain)]
         self._waiting.difference_update(released)
-        return [state for chain in sorted(released) if (state := self._states.get(chain)) is not None]
+        return self.states_of(released)
 
     def unknown_before(self, chain: Chain) -> list[int]:
         """Return the partitions that have coverage before `chain` by `stream.json`, but are unknown here. Empty unless

@@ -372,12 +372,9 @@ class Prefetcher:
             self._decisions_error = ""
             log.info("decisions read recovered", action="decisions_read_recovered", target=self.chains.target)
         former, self._pauses = self._pauses or Pauses(), pauses
-        self._apply_pauses(self._states_of({*pauses.paused, *former.paused}))
+        self._apply_pauses(self.chains.states_of({*pauses.paused, *former.paused}))
         requested = {chain for chain, at in pauses.resumed.items() if at != former.resumed.get(chain)}
-        await self._retry(self._states_of(requested))
-
-    def _states_of(self, chains: Iterable[Chain]) -> list[ChainState]:
-        return [state for chain in sorted(chains) if (state := self.chains.get(chain)) is not None]
+        await self._retry(self.chains.states_of(requested))
 
     def _apply_pauses(self, chains: Iterable[ChainState]) -> None:
         for chain in chains:
