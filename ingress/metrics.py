@@ -12,6 +12,9 @@ from ingress.checkpoint import Intent
 # stream at its limits (two). A series for another number begins with its first refusal.
 REFUSALS = ("10071", "10164", "10176", "10199", "10047", "10077")
 
+# Labels
+TARGET = ("target",)
+SITE = ("site",)
 _CHAIN = ("target", "site", "feed", "partition")
 
 # The series of a chain, of which `ingress.report` gives the values at a scrape. All others are by target or site: a
@@ -33,59 +36,55 @@ chain_metrics = ScrapedMetrics(
 Partition = tuple[str, str, int]  # site, feed and number: a chain without its incarnation
 delivered: defaultdict[str, Counter[Partition]] = defaultdict(Counter)  # messages stored, by target
 
-delivered_bytes = counter("ingress_bytes", "Bytes of headers and payloads published into the target.", ("target",))
-stopped_chains = gauge("ingress_stopped_chains", "Chains that wait for an operator.", ("target",))
-damaged = counter("ingress_damaged_segments", "Segments left out because they are damaged.", ("target",))
+delivered_bytes = counter("ingress_bytes", "Bytes of headers and payloads published into the target.", TARGET)
+stopped_chains = gauge("ingress_stopped_chains", "Chains that wait for an operator.", TARGET)
+damaged = counter("ingress_damaged_segments", "Segments left out because they are damaged.", TARGET)
 intents = counter(
     "ingress_intents",
     "Intents: opened, closed, taken over half done, lost to another instance.",
     ("target", "result"),
     result=("opened", "closed", "taken_over", "lost"),
 )
-unclear = counter("ingress_unclear_outcomes", "Batches with an outcome that was read from the target.", ("target",))
-publish_seconds = histogram("ingress_publish_seconds", "Time from opening an intent to closing it.", ("target",))
+unclear = counter("ingress_unclear_outcomes", "Batches with an outcome that was read from the target.", TARGET)
+publish_seconds = histogram("ingress_publish_seconds", "Time from opening an intent to closing it.", TARGET)
 publish_done = gauge(
     "ingress_publish_last_success_timestamp_seconds",
     "Time of the last intent of the target that this process closed, since 1970; 0: none yet.",
-    ("target",),
+    TARGET,
 )
-target_sequence = gauge(
-    "ingress_target_sequence", "Last sequence of the target that ingress accounts for.", ("target",)
-)
-holds_lease = gauge("ingress_lease_held", "1 while this process may deliver into the target.", ("target",))
-unreadable = counter("ingress_store_errors", "Checks of the store that failed and are retried.", ("target",))
+target_sequence = gauge("ingress_target_sequence", "Last sequence of the target that ingress accounts for.", TARGET)
+holds_lease = gauge("ingress_lease_held", "1 while this process may deliver into the target.", TARGET)
+unreadable = counter("ingress_store_errors", "Checks of the store that failed and are retried.", TARGET)
 
 # Lag and holes: `ingress.report` sets them once a second
 lag_messages = gauge(
     "ingress_lag_messages",
     "Archived messages that are not delivered yet; ranges not decoded yet count by their sequences.",
-    ("target",),
+    TARGET,
 )
 late_sequences = gauge(
-    "ingress_late_sequences", "Sequences of the holes that chains wait for; 0: none waits for one.", ("target",)
+    "ingress_late_sequences", "Sequences of the holes that chains wait for; 0: none waits for one.", TARGET
 )
 lost_sequences = counter(
-    "ingress_lost_sequences", "Sequences accepted as lost, by `on_lost` or by an operator.", ("target",)
+    "ingress_lost_sequences", "Sequences accepted as lost, by `on_lost` or by an operator.", TARGET
 )
 
 # Reports of egress (`ingress.discovery.sites`), and the age of the values shown
-source_stopped = gauge("ingress_source_stopped", "Chains of the site that wait for an operator there.", ("site",))
+source_stopped = gauge("ingress_source_stopped", "Chains of the site that wait for an operator there.", SITE)
 source_silent = gauge(
     "ingress_source_silent",
     "Chains of the site whose process of egress has stored no heartbeat for `silent_after`.",
-    ("site",),
+    SITE,
 )
 site_silent = gauge(
-    "ingress_site_silent",
-    "1 while no process of egress of the site has stored a heartbeat for `silent_after`.",
-    ("site",),
+    "ingress_site_silent", "1 while no process of egress of the site has stored a heartbeat for `silent_after`.", SITE
 )
-site_heartbeat = gauge("ingress_site_alive_timestamp_seconds", "Time of the site's last heartbeat.", ("site",))
+site_heartbeat = gauge("ingress_site_alive_timestamp_seconds", "Time of the site's last heartbeat.", SITE)
 heartbeats_read = gauge("ingress_alive_last_success_timestamp_seconds", "Time heartbeats were last read, since 1970.")
 lag_measured = gauge(
     "ingress_lag_last_success_timestamp_seconds",
     "Time of the last measurement of the target's lags, since 1970: the age of their values.",
-    ("target",),
+    TARGET,
 )
 store_reachable = gauge("ingress_store_reachable", "1 while the store answers the polls; 0 also while it refuses them.")
 store_answered = gauge("ingress_store_last_success_timestamp_seconds", "Time of the store's last answer, since 1970.")
@@ -95,19 +94,19 @@ nats_answered = gauge(
     "Last time when the connection to NATS was up, since 1970; the present while it is.",
 )
 
-paused_chains = gauge("ingress_paused_chains", "Chains that an operator has paused.", ("target",))
+paused_chains = gauge("ingress_paused_chains", "Chains that an operator has paused.", TARGET)
 behind_gaps = counter(
-    "ingress_segments_behind_gaps", "Segments that arrived in a skipped gap; they are not delivered.", ("target",)
+    "ingress_segments_behind_gaps", "Segments that arrived in a skipped gap; they are not delivered.", TARGET
 )
-matched_feeds = gauge("ingress_matched_feeds", "Feeds that patterns of `sources` have taken.", ("target",))
+matched_feeds = gauge("ingress_matched_feeds", "Feeds that patterns of `sources` have taken.", TARGET)
 untaken_feeds = gauge(
     "ingress_untaken_feeds",
     "Feeds that patterns of `sources` match and that are not delivered: several match, or `max_sites` is reached.",
-    ("target",),
+    TARGET,
 )
 
 # Outcomes of intents and batches
-intent_open = gauge("ingress_intent_open", "1 while an intent of the target is open.", ("target",))
+intent_open = gauge("ingress_intent_open", "1 while an intent of the target is open.", TARGET)
 refused_batches = counter(
     "ingress_refused_batches",
     "Batches that the server refused, by its error code.",
@@ -115,28 +114,22 @@ refused_batches = counter(
     err_code=REFUSALS,
 )
 publisher = gauge("ingress_publisher", "1 for the publisher in use for the target.", ("target", "publisher"))
-foreign_messages = counter(
-    "ingress_foreign_messages", "Foreign messages in a shared target that were skipped.", ("target",)
-)
-stopped_targets = gauge(
-    "ingress_stopped", "1 while the target waits for an operator; the code is in /status.", ("target",)
-)
+foreign_messages = counter("ingress_foreign_messages", "Foreign messages in a shared target that were skipped.", TARGET)
+stopped_targets = gauge("ingress_stopped", "1 while the target waits for an operator; the code is in /status.", TARGET)
 
 # Freshness of the positions that a process reads before it deletes from the archive
 positions_put = gauge(
     "ingress_positions_put_timestamp_seconds",
     "Time of the last store of the target's positions, for retention, since 1970; 0: not by this process.",
-    ("target",),
+    TARGET,
 )
 positions_errors = counter(
-    "ingress_positions_errors",
-    "Attempts to store the positions of the target that failed; delivery continues.",
-    ("target",),
+    "ingress_positions_errors", "Attempts to store the positions of the target that failed; delivery continues.", TARGET
 )
 
 # Parked messages, and notifications
-parked_messages = counter("ingress_parked_messages", "Messages put aside by `on_oversize: park`.", ("target",))
-parked_waiting = gauge("ingress_parked_waiting", "Parked messages that the target does not hold yet.", ("target",))
+parked_messages = counter("ingress_parked_messages", "Messages put aside by `on_oversize: park`.", TARGET)
+parked_waiting = gauge("ingress_parked_waiting", "Parked messages that the target does not hold yet.", TARGET)
 events = counter(
     "ingress_events",
     "Notifications of the bucket, by source and result.",
