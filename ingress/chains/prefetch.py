@@ -429,6 +429,4 @@ def with_command(error: FloeError, recheck: str) -> FloeError:
     if "floe " in error.hint:
         return error
     then = choices(("then, to check it at once", recheck))
-    result = FloeError(error.message, hint=choices(error.hint, then) if error.hint else then, code=error.code)
-    result.exit_code = error.exit_code
-    return result
+    return FloeError(error.message, hint=choices(error.hint, then) if error.hint else then, code=error.code)
