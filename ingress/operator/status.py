@@ -146,10 +146,10 @@ async def _judged(
         reading = await read_target(client, target.stream)
         verdict = judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
         before, stored = stored, await states.load()
-        if stored.revision == before.revision and verdict.finding is not Finding.STORED:
-            return stored.state, TargetErrors(target.stream).error(verdict, [reading] if reading else [])
         if stored.revision == before.revision:
-            break
+            if verdict.finding is Finding.STORED:
+                break
+            return stored.state, TargetErrors(target.stream).error(verdict, [reading] if reading else [])
     return stored.state, None
 
 
