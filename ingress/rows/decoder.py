@@ -211,9 +211,6 @@ class _BudgetExceededError(FloeError):
     """More bytes are needed than were granted. It is a FloeError, because other errors of a read count as damage."""
 
 
-_Next = tuple[UnreadPart, Prepared, bool]
-
-
 class SegmentRows:
     """The rows of one stretch, used by one thread at a time.
 
@@ -266,7 +263,7 @@ class SegmentRows:
             self._wanted = need if len(self._costs) == 1 else min(MAX_DECODED_BYTES, max(need, 2 * self._granted))
             raise _BudgetExceededError(f"{need} bytes are needed")
 
-    def next(self, granted: int) -> _Next | None:
+    def next(self, granted: int) -> tuple[UnreadPart, Prepared, bool] | None:
         """Return the next rows, prepared, and True if they end a batch that was decoded at once; None after the last
         rows, and if more than `granted` bytes are needed.
         """
