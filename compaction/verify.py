@@ -29,7 +29,7 @@ from common.archive.store import SegmentGone, SegmentStore, quarantine_command
 from common.archive.table import WINDOW_SEGMENTS, SegmentTable
 from common.archive.unread import StretchReader, UnreadableSegment, open_stretch
 from common.chain import Chain
-from common.errors import DataError
+from common.errors import DataError, SegmentCorrupt
 from common.sequences import CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.merge import union
@@ -323,6 +323,8 @@ class _Verification:
                     found += self._gone_problems(reader)
             except SegmentGone:
                 continue
+            except SegmentCorrupt as error:  # in its pages, which only a deep check reads of all segments
+                found.append(_damaged(stretch.segment, error))
             except ForkError as error:
                 found.append(VerifyProblem("fork", error.message, error.hint, stretch.rows))
 
@@ -428,9 +430,12 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
         found = DataError(f"segment {segment.key}: expected bytes with the digest of its name, found others")
     if isinstance(found, Footer):
         return found
+    return None if isinstance(found, SegmentGone) else _damaged(segment, found)
+
+
+def _damaged(segment: SegmentRef, error: DataError) -> VerifyProblem:
     way = "put a good copy back; or quarantine it, with --yes if no other segment covers its sequences"
-    hint = f"{way}:\n{quarantine_command(segment.key)}"
-    return None if isinstance(found, SegmentGone) else VerifyProblem("damaged", found.message, hint, segment.coverage)
+    return VerifyProblem("damaged", error.message, f"{way}:\n{quarantine_command(segment.key)}", segment.coverage)
 
 
 def _late_problems(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[VerifyProblem]:

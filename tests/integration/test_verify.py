@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -13,8 +14,10 @@ from common.archive import store as segment_store
 from common.archive.captures import CapturedConfig, CaptureStore
 from common.archive.checks import ForeignKeys, find_foreign_keys
 from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
+from common.archive.reader import SegmentReader
 from common.archive.segment import Reason
 from common.chain import Chain
+from common.errors import SegmentCorrupt
 from common.objects.open import open_objects
 from common.sequences import SequenceRange
 from common.settings.root import StoreSettings
@@ -176,6 +179,18 @@ def test_levels_are_compared_once_no_other_segment_shares_their_sequences(site: 
     assert kinds(site.verify()) == []
     site.archive.objects.delete(late.key)
     assert kinds(site.verify()) == [("rows", "41..50")]
+
+
+def test_pages_that_cannot_be_read_are_a_problem_of_their_segment(site: Site, monkeypatch: pytest.MonkeyPatch):
+    """Its footer and its digest are right: only the search for late rows reads its pages."""
+    gone = {"ledger": {Reason.GONE_BEFORE_READ: 5}, "unread": SequenceRange(31, 35)}
+    site.archive.put(31, 40, rows(range(36, 41)), level=1, age=700, **gone)
+
+    def broken(reader: SegmentReader, *args: Any) -> Iterator[Any]:
+        raise SegmentCorrupt("expected pages")
+
+    monkeypatch.setattr(SegmentReader, "batches", broken)
+    assert ("damaged", "31..40") in kinds(site.verify(deep=False))
 
 
 def test_gone_rows_segments_after_an_end_and_documents_are_differences(site: Site):
