@@ -514,6 +514,7 @@ def _copy(store: SegmentStore, key: str, metadata: Mapping[str, str]) -> tuple[s
 
 
 def _download_sha256(store: SegmentStore, key: str, spool: Path) -> str:
-    if not store.objects.download(key, spool):
-        raise SegmentGone(f"object {key}: not in the store")
-    return sha256_of(spool)
+    with spool_errors(spool.parent):
+        if not store.objects.download(key, spool):
+            raise SegmentGone(f"object {key}: not in the store")
+        return sha256_of(spool)

@@ -1,5 +1,6 @@
 """`floe compact` and `floe segments verify` as commands."""
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import yaml
 from common.archive.documents import AcceptedGap, ChainDocument, ChainStore
 from common.archive.segment import Reason
 from common.chain import Chain
+from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
 from common.sequences import SequenceRange
 from common.service import progress
@@ -245,7 +247,7 @@ def test_junk_among_the_tombstones_is_offered_for_quarantine(site: Site):
     assert (run_here(*shlex.split(offered)[1:]).code, site.compact("--strict").code) == (0, 0)
 
 
-def test_quarantine_is_refused_for_uncovered_segments_and_for_documents(site: Site):
+def test_quarantine_is_refused_for_uncovered_segments_and_for_documents(site: Site, monkeypatch: pytest.MonkeyPatch):
     segment, twin = site.listed()[0], site.put(1, 10, rows(range(1, 11), salt="other"))
     site.path(twin.key).write_bytes(b"?")  # it covers by name only
 
@@ -269,6 +271,13 @@ def test_quarantine_is_refused_for_uncovered_segments_and_for_documents(site: Si
     for gone in (segment.key, "nosuch"):
         missing = quarantine(gone, "--yes")
         assert (missing.code, "not in the store" in missing.err) == (3, True)
+
+    def full_disk(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(LocalObjects, "download", full_disk)
+    full = quarantine(site.listed()[0].key, "--yes")
+    assert (full.code, "E-SPOOL" in full.err) == (75, True), full
 
 
 def samples(path: Path) -> dict[str, float]:
