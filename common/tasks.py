@@ -130,8 +130,10 @@ ReportError = Callable[[Exception], object]
 
 #: The components that an error may end; `service`: the error had no owner.
 COMPONENTS = (
+    "account",
     "alive",
     "captures",
+    "coverage",
     "decisions",
     "discovery",
     "events",
@@ -141,6 +143,7 @@ COMPONENTS = (
     "heartbeats",
     "lease",
     "monitor",
+    "rescue",
     "service",
     "sharing",
     "target",

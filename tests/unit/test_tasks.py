@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,8 @@ from egress.deps import PROCESS_THREADS, FeedExecutor, ProcessThreads, SharedThr
 from tests.support.basics import PATIENCE, cancelled, counted, raises_code, soon
 from tests.support.clock import ManualClock
 from tests.support.stores import no_room
+
+ROOT = Path(__file__).parents[2]
 
 
 async def swallows(times: int, ended: Stop) -> None:
@@ -177,6 +180,12 @@ async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None
     count = counted(unexpected.labels("expiry"))
     await tasks.restart_on_error("expiry", work, clock)
     assert (began, counted(unexpected.labels("expiry"))) == ([0, 1, 3, 7, 68, 70], count + 5)
+
+
+def test_errors_of_every_component_are_counted_from_zero() -> None:
+    texts = [path.read_text() for folder in ("common", "egress", "ingress") for path in (ROOT / folder).rglob("*.py")]
+    found = {name for text in texts for name in re.findall(r'restart_on_error\(\s*"(\w+)"', text)}
+    assert {"account", "events"} <= found <= {*tasks.COMPONENTS}
 
 
 def test_a_group_is_named_by_its_defect() -> None:
