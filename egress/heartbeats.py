@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 2.0  # seconds
 FIRST_SPREAD_S = 10.0  # seconds over which the first heartbeats of a leader are spread, at most an interval
-PART = "egress heartbeats"
+PART = "heartbeats"
 
 
 def heartbeat_key(site: str) -> str:

@@ -47,7 +47,7 @@ def share_site(
     leases: Leases, client: FloeClient, site: str, group: str, rng: random.Random, health: Health, siblings: int
 ) -> LeaseGroup:
     members = state_key("egress", "member", site) + "."
-    scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
+    scope = LeaseScope(state_key("egress", site) + ".*.*", members, "sharing")
     show_zeros("egress_", site=site)
     counts = LeaseMetrics(
         metrics.members.labels(site),

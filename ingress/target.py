@@ -85,7 +85,7 @@ class IngressDeps:
 
 
 # A target's lease is `ingress.{target}`, with two tokens; a member's key has four.
-LEASE_SCOPE = LeaseScope(state_key(STATE_ROLE) + ".*", state_key(STATE_ROLE, "member") + ".", "ingress sharing")
+LEASE_SCOPE = LeaseScope(state_key(STATE_ROLE) + ".*", state_key(STATE_ROLE, "member") + ".", "sharing")
 
 
 def lease_key(target: str) -> str:

@@ -149,9 +149,7 @@ async def test_two_workers_share_the_feeds_look_like_one_from_outside_and_flush_
 
         await running.answer("readyz", 200)
         # A late worker gets its two feeds from the other one, which may have archived some of them.
-        await seen(
-            lambda: [len(parts.get("egress sharing", {}).get("held", [])) for parts in running.parts()] == [2, 2]
-        )
+        await seen(lambda: [len(parts.get("sharing", {}).get("held", [])) for parts in running.parts()] == [2, 2])
         await bench.publish(stream, [b"y"] * 30)
         await seen(lambda: has_opened(60))
         await seen(lambda: running.page("metrics")[1].count("floe_egress_open_segment_messages{") == 8)

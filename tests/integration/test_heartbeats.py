@@ -29,11 +29,11 @@ def beating(stream: str, *names: str, interval: str = "1s", **more: Any) -> dict
 
 
 def leads(running: Running) -> bool:
-    return bool(running.health.status()["parts"].get("egress heartbeats", {}).get("leader"))
+    return bool(running.health.status()["parts"].get("heartbeats", {}).get("leader"))
 
 
 def failures(running: Running) -> dict[str, str]:
-    return dict(running.health.status()["parts"].get("egress heartbeats", {}).get("failures", {}))
+    return dict(running.health.status()["parts"].get("heartbeats", {}).get("failures", {}))
 
 
 @pytest.mark.real

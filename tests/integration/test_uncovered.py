@@ -55,7 +55,7 @@ async def test_streams_that_a_pattern_matches_are_archived_by_all_processes_toge
             await soon(lambda: not running.health.problems())  # noqa: B023
             assert account(running)["matched"] == 4
             assert account(running)["uncovered"] == [f"{queue} (retention workqueue)"]
-            group = running.health.status()["parts"]["egress sharing"]
+            group = running.health.status()["parts"]["sharing"]
             assert (group["members"], group["share"], len(group["held"])) in ((2, 3, 3), (2, 3, 2))
         assert await bench.last(queue) == 1
         feeds = await all_feeds(bench.client, bench.settings(entry, explicit))

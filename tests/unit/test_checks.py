@@ -148,7 +148,7 @@ OK, WARNING, CRITICAL, UNKNOWN = CheckState
 
 def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dict[str, Any]:
     part = {"stream": "NODES", "state": "reading", "code": "", "end": 90, "source_last": 100, **feed}
-    parts = {"egress NODES": part, "egress sharing": {"owner": "me", "held": []}}
+    parts = {"egress NODES": part, "sharing": {"owner": "me", "held": []}}
     return {"parts": parts, "problems": list(problems), "heartbeat_age_seconds": age}
 
 

@@ -158,7 +158,7 @@ def test_what_the_stream_had_before_the_chain_begins_is_not_owed():
 def test_those_pages_of_several_workers_count_that_have_the_partition():
     one = {"site": "us-east", "state": "reading"}
     pages = {
-        "0": {"parts": {"egress NODES": one, "egress NODES/1": {**one, "state": "standby"}, "egress heartbeats": {}}},
+        "0": {"parts": {"egress NODES": one, "egress NODES/1": {**one, "state": "standby"}, "heartbeats": {}}},
         "1": {"parts": {"egress NODES/1": {**one, "state": "stopped"}, "egress X": {**one, "site": "eu-west"}}},
         "2": {"pid": 0},
     }

@@ -208,7 +208,7 @@ KNOWN = {*FEED, *TARGET, *CHAIN_STATE, "owner", "held", "messages", "age", "part
 @pytest.mark.parametrize("workers", [False, True])
 def test_any_text_of_a_part_is_shown_as_text(workers: bool) -> None:
     leases = {"owner": "me", "members": 1, "share": 1, "held": ["k"], "failure": ""}
-    parts = {"egress NODES": FEED, "target FLEET": TARGET, "egress sharing": leases, "events": {"why": "x"}}
+    parts = {"egress NODES": FEED, "target FLEET": TARGET, "sharing": leases, "events": {"why": "x"}}
     shown = {name if name.startswith("target ") else f"{name}{HOSTILE}": hostile(part) for name, part in parts.items()}
     found = {"version": HOSTILE, "ready": False, "problems": [HOSTILE], "heartbeat_age_seconds": 0, "parts": shown}
     found["coverage"] = {HOSTILE: {**sum_coverage([ref(1, 5), ref(8, 9)], 0.0)}}
@@ -287,8 +287,8 @@ def test_a_target_is_shown_with_its_chains_and_leases_with_who_shares_them() -> 
     assert row[:8] == ["us-east/NODES/0000/0", "late", "50", "40", "10", "9.0 s", "–", "41..45"]
     assert "<pre>floe gap ls -c f</pre>" in text
 
-    text = html(document(**{"egress sharing": {"owner": "host-1", "members": 2, "share": 3, "held": ["a", "b"]}}))
-    assert table_rows(text)[1] == ["egress sharing", "host-1", "2", "3", "a, b", "–"]
+    text = html(document(sharing={"owner": "host-1", "members": 2, "share": 3, "held": ["a", "b"]}))
+    assert table_rows(text)[1] == ["sharing", "host-1", "2", "3", "a, b", "–"]
 
 
 # Coverage
