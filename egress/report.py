@@ -269,7 +269,7 @@ class FeedReport:
             self.set_state(DELETED, ready=True, reason="the stream was deleted")
             return
         self._set(metrics.source_gone, is_gone)
-        self._set(metrics.stopped, 1)
+        self._set_stopped()
         if self._is_new(error):
             self._log("error", "chain stopped", action="chain_stopped", code=error.code, error=str(error))
         self._show_error("stopped", error)
@@ -277,8 +277,12 @@ class FeedReport:
     def record_failure(self, error: BaseException) -> None:
         known = record_unexpected(error, "feed", f"chain {self._chain}", **self._chain.log_context())
         self._is_new(known)
-        self._set(metrics.stopped, 1)
+        self._set_stopped()
         self._show_error("stopped", known)
+
+    def _set_stopped(self) -> None:
+        self._is_waiting = False
+        self._set(metrics.stopped, 1)
 
     def _is_new(self, error: FloeError) -> bool:
         """Note the error, which lasts until `_log_recovery`. Return True if it is new."""

@@ -125,6 +125,8 @@ def test_a_chain_waits_while_the_store_is_silent_unless_another_works_on_it(feed
         assert feed.count(metrics.waiting) == (not is_ready)
     feed.report.set_waiting(Unavailable("away"))
     assert feed.count(metrics.waiting) == 1
+    feed.report.set_stopped(Stopped("it differs", code="E-FORKED"))
+    assert feed.count(metrics.waiting) == 0
     feed.report.set_standby("another")
     feed.health.set_ready("objects", False)
     assert feed.count(metrics.waiting) == 0
