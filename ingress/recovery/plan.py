@@ -172,15 +172,11 @@ def retained_from(
     reasons as text. `counts`: every archived row counts for `max_msgs` and `max_bytes`.
     """
     begin, reasons, age = 0, list[str](), limit_of(config, "max_age")
-    expired = [
-        part.stretch.rows.last + 1
-        for part in parts
-        if part.footer.last_timestamp_ns is not None and part.footer.last_timestamp_ns < now_ns - age
-    ]
-    if age and expired and not _may_outlive(config):
-        begin = min(
-            (p.stretch.rows.first for p in parts if p.stretch.rows.last + 1 not in expired), default=max(expired)
-        )
+    ends = [part.footer.last_timestamp_ns for part in parts]
+    live = [part for part, end in zip(parts, ends, strict=True) if end is None or end >= now_ns - age]
+    if age and len(live) < len(parts) and not _may_outlive(config):
+        after = max(part.stretch.rows.last for part in parts) + 1
+        begin = min((part.stretch.rows.first for part in live), default=after)
         reasons.append(limit_words("max_age", age))
     is_old = config.get("discard", "old") == "old"
     for key in ("max_msgs", "max_bytes"):

@@ -217,6 +217,9 @@ def test_max_age_cuts_only_where_no_message_may_outlive_it() -> None:
     for own, begin in (({}, 11), ({"allow_msg_ttl": True}, 0), ({"subject_delete_marker_ttl": 9}, 0)):
         parts = [part_of(1, 10, *range(1, 11)), part_of(11, 20, *range(11, 21))]
         assert planning.retained_from(parts, {"max_age": 5, **own}, 16, counts=True)[0] == begin
+    later = footer_of([replace(row(10), timestamp_ns=12)])  # of another partition, and it ends at 10 too
+    younger = replace(part_of(1, 10, 10), footer=later)
+    assert planning.retained_from([part_of(1, 10, 10), younger], {"max_age": 5}, 16, counts=True)[0] == 1
 
 
 def test_segments_that_end_before_the_archive_did_are_named() -> None:
