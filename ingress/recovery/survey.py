@@ -215,8 +215,10 @@ class ReplaySurvey:
                 sound = tuple(part for part in parts if isinstance(part, ReplayPart))
                 unread = [rows for part in sound for rows in _lost_unread(part, usable, gaps, damaged.values())]
                 # Two damaged segments may hide the same sequences: the complement of the complement has each once.
-                every = holes(holes([*missing, *unread], each.rows), each.rows)
-                return ReplayChain(each, sound, tuple(every), tuple(accepted))
+                open_ = holes(
+                    holes([*(hole for hole in missing if hole not in accepted), *unread], each.rows), each.rows
+                )
+                return ReplayChain(each, sound, tuple(sorted([*open_, *accepted])), tuple(accepted))
             lost |= wrong.keys()
             damaged |= {key: part.segment for key, part in wrong.items() if not part.is_gone}
             self.notes += [f"damaged or gone, left out: {key}" for key in sorted(wrong)]

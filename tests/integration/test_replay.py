@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.archive.documents import ChainDocument, StreamDocument
+from common.archive.documents import AcceptedGap, ChainDocument, StreamDocument
 from common.archive.guard import SegmentGone
 from common.archive.segment import Ledger, Reason, SegmentRef, Tip
 from common.chain import Chain
@@ -336,9 +336,13 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
 
 async def test_a_dry_run_touches_nothing(world: World) -> None:
     world.fill((1, 100), (101, 200), (301, 400))
+    world.archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(221, 240)))
     view = await world.preview(from_sequence=50)
     document = view.as_json()
-    assert "hole (--skip-holes): us-east/NODES/0000/0 201..300" in "\n".join(view.lines())
+    shown = "\n".join(view.lines())
+    for hole in ("201..220", "241..300"):
+        assert f"hole (--skip-holes): us-east/NODES/0000/0 {hole}" in shown
+    assert "accepted gap: us-east/NODES/0000/0 221..240" in shown
     assert (document["plan"]["rows"], document["plan"]["exact"], document["target"]) == (251, False, None)
     for bucket in (world.centre.state_bucket, world.centre.lease_bucket):
         assert await stream_info(world.client, f"KV_{bucket}") is None
