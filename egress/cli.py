@@ -113,8 +113,10 @@ async def import_backup(
         raise UsageError(f"{feed}: expected SITE/FEED, found more: a backup becomes its first incarnation")
     async with open_context(settings) as context, stop_on_signals() as stop:
         work = BackupImport(context, backup, name, nats, parts["server"](), progress := Progress())
-        report = await work.run(stop)
-    progress.end_line()
+        try:
+            report = await work.run(stop)
+        finally:
+            progress.end_line()
     print_json(report) if as_json else click.echo("\n".join(report.lines()))
     return 0
 

@@ -80,8 +80,10 @@ def _open_recovery(config: str) -> Iterator[tuple[Settings, RecoveryParts]]:
     settings, progress = load_settings(config, quiet=True), Progress()
     store, documents = open_for_work(settings)
     with closing(store):
-        yield settings, RecoveryParts(store, documents, SystemClock(), progress)
-    progress.end_line()
+        try:
+            yield settings, RecoveryParts(store, documents, SystemClock(), progress)
+        finally:
+            progress.end_line()
 
 
 class CommandReport(Protocol):
