@@ -27,7 +27,7 @@ from common.archive.columns import lengths
 from common.clock import Clock
 from common.errors import ConfigError, Unavailable, UsageError
 from common.failpoints import failpoint
-from common.objects.local import sync
+from common.objects.local import sync, sync_folder
 from common.service.process import ThreadPool
 from common.service.progress import format_share
 from common.settings.types import duration_words, format_count, size_words
@@ -279,6 +279,7 @@ class BackupFolder:
                 file.write(json.dumps(self._request, indent=2).encode())
                 sync(file)
             meta.with_suffix(".tmp").rename(meta)
+            sync_folder(self._folder)
         except OSError as error:
             raise _folder_error(self._folder, error) from error
 
