@@ -143,7 +143,7 @@ async def _judged(
     for _ in range(READ_ATTEMPTS):
         if stored.state is None:
             break
-        reading = await read_target(client, target.stream)
+        reading = await read_target(client, target.stream, control_headers(target))
         verdict = judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
         before, stored = stored, await states.load()
         if stored.revision == before.revision:
