@@ -255,8 +255,8 @@ class SharedTargetReconciler(TargetReconciler):
             return Settled(last, 0)
         # In parallel: the longer it takes, the more likely is a foreign message meanwhile.
         stored, _ = await asyncio.gather(self._stored(known.revision, intent, rows, last), self.check_moved(known))
-        # The base of a complete intent gives its end, independent of later messages.
-        return Settled((self._scan.at if stored == intent.count else last) - stored, stored)
+        # The base of a complete intent gives its end, independent of later messages; one without rows has no end.
+        return Settled((self._scan.at if 0 < stored == intent.count else last) - stored, stored)
 
     async def _judge(self, known: StoredState, reading: TargetReading | None, _rows: Rows | None) -> IntentVerdict:
         checkpoint = known.existing.checkpoint

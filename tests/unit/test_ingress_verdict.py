@@ -284,7 +284,11 @@ def test_which_streams_may_drop_their_last_message() -> None:
 
 
 class Staged:
-    """A target with one answer after the other, and the other dependencies of a reconciler."""
+    """A target with one answer after the other, and the other dependencies of a reconciler. `origin`: of any message
+    that is read by its sequence.
+    """
+
+    origin: Origin | NoOrigin = NoOrigin.GONE
 
     def __init__(self, *lasts: int) -> None:
         self.lasts, self.asked, self.reasons, self.states = lasts, 0, list[str](), []
@@ -295,6 +299,9 @@ class Staged:
         return reading(self.lasts[min(self.asked, len(self.lasts)) - 1], NoOrigin.FOREIGN)
 
     read_fresh = read
+
+    async def read_origins(self, places: Collection[int]) -> dict[int, Origin | NoOrigin]:
+        return dict.fromkeys(places, self.origin)
 
     async def describe(self, place: int) -> str:
         return f"message {place} has subject 'x'"
@@ -339,17 +346,12 @@ async def test_a_target_with_messages_and_no_state_is_checked_three_times(stored
 
 
 class MadeAgain(Staged):
-    """A stream of another creation time that holds `origin` at the end of the checkpoint."""
-
-    origin: Origin | NoOrigin = NoOrigin.GONE
+    """A stream of another creation time."""
 
     async def read(self) -> TargetReading:
         return reading(105, created="t1")
 
     read_fresh = read
-
-    async def read_origins(self, places: Collection[int]) -> dict[int, Origin | NoOrigin]:
-        return dict.fromkeys(places, self.origin)
 
 
 @pytest.mark.parametrize("origin", [Origin(A, 10), Origin(A, 11), NoOrigin.FOREIGN, NoOrigin.GONE])
@@ -359,3 +361,10 @@ async def test_only_a_row_of_ours_vouches_for_a_shared_target_created_anew(origi
     settler = staged.reconciler = SharedTargetReconciler(judging.TargetErrors("FLEET"), staged, staged, staged, staged)
     with nullcontext() if origin == Origin(A, 10) else pytest.raises(Stopped, match="created: expected t0, found t1"):
         assert await settler.settle(StoredState(CLOSED, 1), None) == judging.Settled(105, 0)
+
+
+async def test_an_intent_without_rows_that_is_taken_over_ends_at_the_end_of_a_shared_target() -> None:
+    staged, gap = Staged(105), checkpoint.IntentPiece(checkpoint.Gap(A), SequenceRange(11, 20), 0)
+    settler = SharedTargetReconciler(judging.TargetErrors("FLEET"), staged, staged, staged, staged)
+    opened = open_intent(CLOSED, [gap], 103, is_shared=True)
+    assert await settler.settle(StoredState(opened, 1), None) == judging.Settled(105, 0)
