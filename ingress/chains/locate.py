@@ -350,7 +350,7 @@ class SegmentLocator:
     async def _decide_hole(self, state: ChainState, plan: ChainPlan) -> None:
         source = self._chains.source(state.chain)
         decision = await self._threads.run(self.gaps.decide_hole, state.chain, plan, source)
-        if decision is None or decision.needs_operator:
+        if decision is None or not decision.is_recorded:
             await self._check_floor(state)
         if decision is None or not self._chains.is_current(state):
             return

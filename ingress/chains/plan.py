@@ -117,11 +117,14 @@ def first_position(first: int, floor: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GapDecision:
-    """The leading `part` of a hole is skipped, or lost and an operator must decide (`needs_operator`)."""
+    """The leading `part` of a hole is skipped, or lost and an operator must decide (`needs_operator`). `is_recorded`:
+    it was decided before, by an operator or this target.
+    """
 
     part: SequenceRange
     reason: str
     needs_operator: bool = False
+    is_recorded: bool = False
 
 
 def decide_hole(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source: SourceSettings) -> GapDecision | None:
@@ -134,7 +137,8 @@ def decide_hole(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source
     part = accepted_part(plan.hole, (gap.range for gap in gaps))
     if part is not None:
         gap = next(gap for gap in gaps if part.first in gap.range)
-        return GapDecision(part, f"accepted by {gap.decided_by or 'someone'}" + (f": {gap.note}" if gap.note else ""))
+        reason = f"accepted by {gap.decided_by or 'someone'}" + (f": {gap.note}" if gap.note else "")
+        return GapDecision(part, reason, is_recorded=True)
     timeout = source.lost_segment_timeout
     if plan.phase is Phase.DAMAGED or plan.waiting_since is None or now - plan.waiting_since < timeout:
         return None

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, FloorDocument, StreamDocument
 from common.archive.keys import Layout, SegmentName
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentGone, SegmentStore
 from common.archive.unread import UnreadableSegment
 from common.chain import Chain
-from common.errors import SegmentCorrupt
+from common.errors import SegmentCorrupt, Stopped
 from common.objects.port import ObjectInfo
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
@@ -360,3 +360,17 @@ async def test_whoever_decided_only_what_no_sound_segment_covers_is_given_up_and
     assert [gap.range for gap in world.documents.skipped_gaps("FLEET", CHAIN)] == [SequenceRange(1, 4)]
     world.put(CHAIN, 1, 7)
     assert world._give_up(CHAIN, decision, frozenset()) in world.store.list(CHAIN)
+
+
+async def test_sequences_that_retention_deleted_are_skipped_only_once_an_operator_accepted_them() -> None:
+    world = World(seeded(), skip=True)
+    world.put(CHAIN, 21, 40)
+    world.objects.put(LAYOUT.floor_document(CHAIN), FloorDocument(21).to_json())
+    world.clock.advance(TIMEOUT)
+    world.prefetcher.reset({CHAIN: 11})
+    state = world.prefetcher.chains.add(CHAIN, 40)
+    with pytest.raises(Stopped, match="position 11: retention deleted the sequences before 21"):
+        await world.prefetcher.locator.search(state)
+    world.accept(11, 20)
+    await world.prefetcher.locator.search(state)
+    assert [gap.range for gap in world.documents.skipped_gaps("FLEET", CHAIN)] == [SequenceRange(11, 20)]
