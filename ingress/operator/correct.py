@@ -22,7 +22,7 @@ from common.settings.types import format_count
 from ingress.checkpoint import STATE_ROLE, ParkedNames, StateStore, TargetState, from_json
 from ingress.operator import corrections
 from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions, TargetScan
-from ingress.parked import ParkedStore
+from ingress.parked import ParkedEntry, ParkedName, ParkedStore
 from ingress.preflight import control_headers
 from ingress.redelivery import PARALLEL_CALLS, run_in_threads
 from ingress.verdict.verdict import TargetReading, read_target
@@ -127,7 +127,7 @@ class CheckpointEditor:
     async def rebuild(self, repeats: bool) -> CheckpointPlan:
         known, reading = await self.known(), await self._require_reading()
         names = known.state.checkpoint.parked_names if known.state else ParkedNames(reading.created)
-        entries = await asyncio.to_thread(lambda: open_parked(self._config, self.target, names).list_entries())
+        entries = await self._parked(names)
         parked = {(name.chain, name.sequence) for name in entries}
         scan = await self._run_scan(TargetScan(0, reading.last_sequence, parked=parked))
         correction = corrections.rebuild(known.state, reading, scan, repeats=repeats, entries=list(entries.values()))
@@ -143,7 +143,11 @@ class CheckpointEditor:
         known = await self.known()
         state = self._state(known)
         listed = self._settings.listed_feeds({(chain.site, chain.feed) for chain in state.checkpoint.positions})
-        return CheckpointPlan(known, corrections.forget_unlisted(state, listed))
+        parked = {name.chain for name in await self._parked(state.checkpoint.parked_names)}
+        return CheckpointPlan(known, corrections.forget_unlisted(state, listed, parked))
+
+    async def _parked(self, names: ParkedNames) -> dict[ParkedName, ParkedEntry]:
+        return await asyncio.to_thread(lambda: open_parked(self._config, self.target, names).list_entries())
 
     def _state(self, known: ReadState) -> TargetState:
         if known.state is None:

@@ -430,12 +430,17 @@ def forget(state: TargetState | None, reading: TargetReading | None, messages: i
     return Correction(TargetState(Checkpoint(last, reading.created, {}, last, parked=parked)), lines)
 
 
-def forget_unlisted(state: TargetState, pairs: Collection[tuple[str, str]]) -> Correction:
+def forget_unlisted(state: TargetState, pairs: Collection[tuple[str, str]], parked: Collection[Chain]) -> Correction:
+    """Forget the chains outside of `pairs` (site and feed). `parked`: the chains with parked messages, for which alone
+    a repeat is noted: the state may have to become smaller.
+    """
     kept = {piece.chain for piece in state.intent.pieces} if state.intent else set()
-    before = state.checkpoint.positions
+    checkpoint, before = state.checkpoint, state.checkpoint.positions
     positions = {c: at for c, at in before.items() if c in kept or (c.site, c.feed) in pairs}
     lines = [
         f"{chain}: forgotten at {before[chain]}; if it is listed again, it starts over"
         for chain in sorted({*before} - {*positions})
     ]
-    return Correction(replace(state, checkpoint=replace(state.checkpoint, positions=positions)), lines)
+    named = {c: at for c, at in before.items() if c in positions or c not in parked}
+    names = parked_names_after(checkpoint, checkpoint.target_created, named)
+    return Correction(replace(state, checkpoint=replace(checkpoint, positions=positions, parked=names)), lines)

@@ -59,8 +59,10 @@ def test_a_chain_of_an_open_intent_is_neither_moved_nor_forgotten_and_others_are
     assert move(OPEN, other, 7).after == replace(OPEN, checkpoint=checkpoint)
     with pytest.raises(CorrectionRefused, match="expected no open intent with rows of it, found one"):
         move(OPEN, A, 15)
-    assert positions(corrections.forget_unlisted(CLOSED, {("us-east", "NODES")}).after) == {A: 11}
-    assert corrections.forget_unlisted(OPEN, set()).after == OPEN
+    for parked, names in (((), None), ((A, B), ParkedNames("t0", ((B, 0),)))):
+        after = corrections.forget_unlisted(CLOSED, {("us-east", "NODES")}, parked).after
+        assert (positions(after), after.checkpoint.parked) == ({A: 11}, names)
+    assert corrections.forget_unlisted(OPEN, set(), {A}).after == OPEN
 
 
 # The target as it is
