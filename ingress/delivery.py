@@ -79,9 +79,10 @@ class ServerLimits:
     ) -> None:
         self._client, self._chains, self._reset, self._hint = client, chains, reset, hint
 
-    @property
-    def has_changed(self) -> bool:
-        return self._chains.limits.max_payload != self._client.max_payload
+    def has_changed(self, rows: Rows) -> bool:
+        """True if the server's limit is another one now. It may be known already, but not to `rows` that were ready."""
+        limit = self._client.max_payload
+        return self._chains.limits.max_payload != limit or rows.largest_message_bytes > limit
 
     async def renew(self, positions: Mapping[Chain, int]) -> None:
         """Prepare rows again from `positions`, which are stored. Raises as `ChainRegistry.renew_limits` does."""
@@ -222,7 +223,7 @@ class Delivery:
             self._reconciler.check_lease()
             # Find a foreign message before an intent is opened that could then never be finished.
             settled = await self._reconciler.settle(self._stored, None)
-            if self._limits is not None and self._limits.has_changed:
+            if self._limits is not None and self._limits.has_changed(rows):
                 # A row that the server no longer accepts must not get into an intent.
                 await self._limits.renew(self.state.checkpoint.positions)
                 return

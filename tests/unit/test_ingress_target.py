@@ -24,7 +24,7 @@ from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.checkpoint import Checkpoint, Intent, StateChanged, StateConflict, StoredState, TargetState, open_intent
-from ingress.delivery import Delivery
+from ingress.delivery import Delivery, ServerLimits
 from ingress.errors import is_fatal_for_target, is_transient, most_important_error
 from ingress.metrics import chain_metrics
 from ingress.publishers.publisher import Outcome
@@ -122,11 +122,14 @@ class Limits:
     """A server that takes less at the first read; `refuses`: it also refuses the rows of an open intent."""
 
     def __init__(self, world: World, *, refuses: bool = False) -> None:
-        self.world, self.refuses, self.renewed, self.has_changed = world, refuses, 0, True
+        self.world, self.refuses, self.renewed = world, refuses, 0
+
+    def has_changed(self, _: Rows) -> bool:
+        return not self.renewed
 
     async def renew(self, positions: Any) -> None:
         assert self.world.state.intent is None
-        self.renewed, self.has_changed = self.renewed + 1, False
+        self.renewed += 1
         self.world.next = positions[CHAIN]
 
     def check(self, rows: Rows, stored: int) -> None:
@@ -153,6 +156,9 @@ def test_the_first_row_above_a_limit_is_found(limit: int, stored: int, found: tu
     batch = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, sizes, largest_message_bytes=100)
     rows = Rows([Block(piece(1, 3), batch)])
     assert (rows.largest_message_bytes, rows.first_above(limit, stored)) == (100, found)
+    server: Any = SimpleNamespace(max_payload=limit)
+    renewed: Any = SimpleNamespace(limits=server)  # by the check of a chain that had stopped
+    assert ServerLimits(server, renewed, dict, "").has_changed(rows) is (limit < 100)
 
 
 async def test_a_delivery_names_itself_before_its_first_rows_and_with_each_intent() -> None:
