@@ -203,8 +203,9 @@ class CheckpointEditor:
 
     async def _store_plan(self, plan: CheckpointPlan) -> bool:
         after, revision = plan.correction.after, plan.known.revision
-        if after is None:
+        if after is None or not after.checkpoint.positions:
             await asyncio.to_thread(self._free_positions)
+        if after is None:
             return revision == 0 or await self._bucket.delete(self._key, revision)
         # Before the state moves: afterwards no process would write them.
         if (marks := plan.correction.marks) != ParkedMarks():
@@ -213,11 +214,13 @@ class CheckpointEditor:
         return await store.save(after, revision) is not None
 
     def _free_positions(self) -> None:
-        """Take the writer from the positions in the bucket: no state shows any more that they are ours. Blocking."""
+        """Remove positions and writer from the object in the bucket: the target needs everything again, and no state
+        shows any more that it is ours. Blocking.
+        """
         documents = open_for_view(self._config)[1]
         with suppress(DataError):
             if (found := documents.read_positions(self.target)) is not None:
-                documents.write_positions(replace(found, writer=""))
+                documents.write_positions(replace(found, positions={}, stopped={}, writer=""))
 
     async def _write_marks(self, marks: ParkedMarks, parked: ParkedStore) -> None:
         with closing(ThreadPool("marks", PARALLEL_CALLS)) as threads:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from common.archive.documents import TargetPositions
 from common.chain import Chain
 from common.nats.client import FloeClient, frame
 from common.nats.headers import Provenance, build_block
@@ -399,7 +400,10 @@ async def test_rows_parked_before_a_purge_are_not_delivered_twice(client: FloeCl
         await closed_at(client, centre, 9)
     await client.api(f"STREAM.PURGE.{centre.target}")
     await ingress.update(client, centre, max_msg_size=100_000)
+    documents, sources = centre.archive.documents, ("us-east/NODES",)
+    documents.write_positions(TargetPositions(centre.target, 1.0, {CHAIN: 11}, sources, stopped={CHAIN: "E-LOST"}))
     assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
+    assert documents.read_positions(centre.target) == TargetPositions(centre.target, 1.0, {}, sources)
     async with service(centre):
         await holds(client, centre, numbers((1, 10)))
         await closed_at(client, centre, 19)
