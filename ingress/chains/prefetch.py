@@ -94,7 +94,7 @@ class Prefetcher:
         decisions: PauseStore | None = None,
     ) -> None:
         self.chains, self._clock, self.decisions = chains, clock, decisions
-        self.ahead, self.open_segments = ahead, OpenSegments[ChainState](ahead.open_segments_bytes)
+        self.ahead, self.open_segments = ahead, OpenSegments[ChainState](ahead.budget)
         relays = RelayFlags(documents, threads)
         self.locator = SegmentLocator(chains, store, documents, relays, threads, clock)
         self.decoder = Decoder(store, threads, self.ahead.budget, parked.park if parked else None)

@@ -303,14 +303,14 @@ class SegmentRows:
 
 
 class OpenSegments(Generic[Key]):
-    """Segments that stay open from one turn of a chain to the next: at most `MAX_OPEN_SEGMENTS`, with at most
-    `max_bytes` together.
+    """Segments that stay open from one turn of a chain to the next: at most `MAX_OPEN_SEGMENTS`, with at most half of
+    the limit of `budget` together, in addition to it.
 
     Above that, a segment of the site that has most of them is closed.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self.segments = max_bytes, dict[Key, tuple[object, SegmentRows]]()
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget, self.segments = budget, dict[Key, tuple[object, SegmentRows]]()
 
     def take(self, key: Key, plan: object) -> SegmentRows | None:
         """Return the rows that `key` kept; None without any, or if they are not of the same `plan`."""
@@ -319,9 +319,9 @@ class OpenSegments(Generic[Key]):
         return self.segments.pop(key, (None, None))[1]
 
     def keep(self, key: Key, plan: object, source: SegmentRows) -> None:
-        kept = self.segments
+        kept, limit = self.segments, self._budget.limit // 2
         kept[key] = (plan, source)
-        while len(kept) > MAX_OPEN_SEGMENTS or sum(each.held_bytes for _, each in kept.values()) > self._max_bytes:
+        while len(kept) > MAX_OPEN_SEGMENTS or sum(each.held_bytes for _, each in kept.values()) > limit:
             shares = Counter[str]()
             for _, each in reversed(kept.values()):
                 shares[each.segment.chain.site] += 1 if len(kept) > MAX_OPEN_SEGMENTS else each.held_bytes

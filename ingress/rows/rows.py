@@ -232,8 +232,7 @@ class ReadyBlocks:
     def __init__(
         self, memory_limit: int, max_rows: int = checkpoint.MAX_INTENT_ROWS, oversize_lock: asyncio.Lock | None = None
     ) -> None:
-        self.budget, self.open_segments_bytes = ByteBudget(memory_limit // 2, oversize_lock), memory_limit // 4
-        self._max_rows, self._max_bytes = max_rows, min(checkpoint.MAX_INTENT_BYTES, memory_limit // 8)
+        self.budget, self._max_rows = ByteBudget(memory_limit // 2, oversize_lock), max_rows
         self._blocks: deque[Block] = deque()
         self._changed = asyncio.Event()
 
@@ -241,7 +240,7 @@ class ReadyBlocks:
         return iter(tuple(self._blocks))
 
     def resize(self, memory_limit: int) -> None:
-        """Keep the rows to their share of another limit from now on."""
+        """Divide another limit from now on."""
         self.budget.limit = memory_limit // 2
 
     def append(self, block: Block) -> None:
@@ -261,11 +260,12 @@ class ReadyBlocks:
 
     def _next_blocks(self) -> Iterator[Block]:
         rows = size = pieces = left_out = 0
+        max_bytes = min(checkpoint.MAX_INTENT_BYTES, self.budget.limit // 4)
         while self._blocks and pieces < checkpoint.MAX_INTENT_PIECES:
             block = self._blocks[0]
             rows, size, pieces = rows + block.piece.count, size + block.size, pieces + 1
             left_out += len(block.piece.parked)
-            full = rows > self._max_rows or size > self._max_bytes or left_out > checkpoint.MAX_INTENT_PARKED
+            full = rows > self._max_rows or size > max_bytes or left_out > checkpoint.MAX_INTENT_PARKED
             if pieces > 1 and full:
                 return
             yield self._blocks.popleft()

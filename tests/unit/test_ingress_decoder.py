@@ -16,15 +16,16 @@ from common.errors import DataError, FloeError, Stopped
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.settings.ingress import TargetSettings
+from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState, from_json, to_json
 from ingress.parked import ParkedStore
 from ingress.rows.decoder import MAX_OPEN_SEGMENTS, Decoder, OpenSegments, RelayFlags
 from ingress.rows.prepare import SubjectFilters, TargetLimits
-from ingress.rows.rows import Block, ByteBudget, Rows
+from ingress.rows.rows import Block, ByteBudget, ReadyBlocks, Rows
 from tests.support.basics import seeded, soon
-from tests.support.ingress import CHAIN, Archive
+from tests.support.ingress import CHAIN, Archive, piece
 from tests.support.segments import message
 
 SETTINGS = TargetSettings.model_validate({"stream": "T", "sources": [{"site": CHAIN.site, "feed": CHAIN.feed}]})
@@ -162,7 +163,8 @@ class Open:
 
 
 def test_of_too_many_open_segments_one_of_the_site_with_most_is_closed_and_what_is_kept_of_another_plan() -> None:
-    kept, sources = OpenSegments[Any](1000), dict[str, Any]()
+    budget, sources = ByteBudget(2000), dict[str, Any]()
+    kept = OpenSegments[Any](budget)
     for number, site in enumerate("aaaabbbbcc"):
         sources[f"{site}{number}"] = source = Open(site)
         kept.keep(f"{site}{number}", source, source)
@@ -172,6 +174,9 @@ def test_of_too_many_open_segments_one_of_the_site_with_most_is_closed_and_what_
     assert [name for name, source in sources.items() if source.is_closed] == ["a3", "b7", "b9"]
     assert kept.take("a0", "another plan") is None
     assert sources["a0"].is_closed
+    budget.limit = 8
+    kept.keep("c8", sources["c8"], sources["c8"])
+    assert len(kept.segments) == 4
     kept.drop()
     assert (sources["a1"].is_closed, kept.segments) == (True, {})
 
@@ -283,6 +288,14 @@ async def test_whoever_asked_first_is_served_first_and_what_is_larger_than_the_b
     budget.acquire_unchecked(50)  # waits for nothing
     budget.release(1050)
     assert budget.used == 0
+
+
+async def test_an_intent_keeps_to_the_share_of_memory_that_is_set_last() -> None:
+    ahead = ReadyBlocks(1 << 20)
+    for number in (1, 2, 3):
+        ahead.append(Block(piece(number, number), size=100))
+    ahead.resize(1600)
+    assert [(await ahead.take(Stop(), 0)).count for _ in range(2)] == [2, 1]
 
 
 async def test_a_cancelled_wait_takes_nothing_and_holds_nobody_up() -> None:
