@@ -27,7 +27,7 @@ from ingress.chains.sources import Pauses, PauseStore
 from ingress.checkpoint import Gap, IntentPiece
 from ingress.errors import CHAIN_ERRORS, STOPPED_RECHECK_S
 from ingress.parked import ParkedStore
-from ingress.rows.decoder import DecodeOptions, Decoder, IncompleteFillError, OpenSegments, RelayFlags
+from ingress.rows.decoder import DecodeOptions, Decoder, OpenSegments, RelayFlags
 from ingress.rows.rows import Block, ReadyBlocks, Rows
 
 log = get_logger(__name__)
@@ -305,9 +305,10 @@ class Prefetcher:
         rest = None
         try:
             problem = await decoder.turn(source, chain.preparer, lambda block: self._append(chain, block))
-            rest = chain.end_turn(stretch, is_done=source.is_done)
-        except IncompleteFillError as error:
-            chain.block(error.found)
+            if problem is None and source.is_done and source.incomplete_fill is not None:
+                chain.block(source.incomplete_fill)
+            else:
+                rest = chain.end_turn(stretch, is_done=source.is_done)
         except UnreadableSegment as found:
             if found.is_gone:
                 raise

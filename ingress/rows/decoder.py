@@ -63,14 +63,6 @@ class IncompleteFill:
     known: frozenset[str]
 
 
-class IncompleteFillError(Exception):
-    """End of the rows at a filled hole: all rows before `found` were handed out, and no others."""
-
-    def __init__(self, found: IncompleteFill) -> None:
-        super().__init__(str(found.rows))
-        self.found = found
-
-
 def check_filled_hole(
     store: SegmentStore, stretch: Stretch[SegmentRef], damaged_keys: AbstractSet[str], skipped: Sequence[SequenceRange]
 ) -> IncompleteFill | None:
@@ -120,8 +112,8 @@ class Decoder:
 
         The memory for decoding is taken from the budget first (with `wait` false: even if it is not free), and the
         bytes of a block belong to its receiver. Return the problem of the first row that must not be published, None
-        if there is none. Raises UnreadableSegment (blocks handed out before are good), errors of the store and
-        of `emit`, and IncompleteFillError at a filled hole with missing sequences that are not skipped.
+        if there is none. Raises UnreadableSegment (blocks handed out before are good), errors of the store and of
+        `emit`.
         """
         source.preparer, source.refuse_oversize, problem, began = preparer, wait, None, source.next_sequence
         while problem is None and not source.is_done and source.next_sequence == began:
@@ -137,8 +129,6 @@ class Decoder:
             source.is_done = True
         elif source.is_done:
             self._account(source, source.end, emit)
-            if source.incomplete_fill is not None:
-                raise IncompleteFillError(source.incomplete_fill)
         return problem
 
     async def _decode(self, source: SegmentRows, granted: int, emit: Emit) -> Stopped | None:

@@ -91,6 +91,7 @@ class Reading:
     held_bytes: int = 1 << 20
     is_done: bool = False
     is_closed: bool = False
+    incomplete_fill: None = None
 
     def close(self) -> None:
         self.is_closed = True
