@@ -83,15 +83,18 @@ class SiteReport:
 def choose_feeds(
     plans: Iterable[RestorePlan], created_ns: Mapping[str, int]
 ) -> tuple[list[RestorePlan], list[RestorePlan]]:
-    """Return for each stream the plan of the feed that holds all of it and reaches furthest, and the lossy plans of the
-    streams that no feed holds whole, one for each. Both by stream. `created_ns`: the creation of each stream.
+    """Return for each stream the plan of the feed that holds all of it and reaches furthest, and of the streams that no
+    feed holds whole the lossy plan with most messages. Both by stream. `created_ns`: the creation of each stream.
     """
     by_stream = defaultdict[str, list[RestorePlan]](list)
     for plan in plans:
         # A feed that ended before is of an earlier stream of the name.
         if max(parse_time(plan.created), plan.time_range_ns[1]) >= created_ns[plan.name]:
             by_stream[plan.name].append(plan)
-    best = [max(some, key=lambda plan: (not plan.lossy, plan.end)) for _, some in sorted(by_stream.items())]
+    best = [
+        max(some, key=lambda plan: (not plan.lossy, bool(plan.lossy) and plan.rows, plan.end))
+        for _, some in sorted(by_stream.items())
+    ]
     return [plan for plan in best if not plan.lossy], [plan for plan in best if plan.lossy]
 
 

@@ -33,6 +33,7 @@ class Planned:
     config: dict[str, Any] = field(default_factory=dict)
     created: str = CREATED
     time_range_ns: tuple[int, int] = (0, 0)
+    rows: int = 1
 
     @property
     def request(self) -> RestoreRequest:
@@ -45,11 +46,12 @@ def test_each_stream_comes_from_the_whole_feed_that_reaches_furthest():
         Planned("B", "one", 3, ("hole",)), Planned("B", "other", 7, ("hole",)), Planned("C"),
         Planned("D", "earlier", 9, created=BEFORE), Planned("D", "later", 3),
         Planned("E", created=BEFORE, time_range_ns=(0, 1 << 62)),
+        Planned("F", "most", 5, ("further",), rows=5), Planned("F", "sampled", 7, ("sampled",)),
     ]  # fmt: skip
-    created_ns = dict.fromkeys("ABCDE", parse_time(CREATED))
+    created_ns = dict.fromkeys("ABCDEF", parse_time(CREATED))
     whole, lossy = choose_feeds(plans, created_ns)  # type: ignore[arg-type]
     assert [plan.request.feed for plan in whole] == ["far", "C", "later", "E"]
-    assert [plan.request.feed for plan in lossy] == ["other"]
+    assert [plan.request.feed for plan in lossy] == ["other", "most"]
 
 
 def test_sources_come_before_those_that_read_them_and_a_circle_ends():
