@@ -506,7 +506,7 @@ class ArchivedHistory:
         ranges = [
             ChainRange(chain.chain, SequenceRange(max(part.first, begin), min(part.last, last)))
             for chain in plan.chains
-            for part in holes(chain.holes, chain.range.rows)
+            for part in holes(holes([part.stretch.rows for part in chain.parts], chain.range.rows), chain.range.rows)
             if part.last >= begin and part.first <= last
         ]
         partitions = len({each.chain.partition for each in ranges})  # read concurrently

@@ -1,18 +1,22 @@
-"""The incarnation that a restore to a point in time takes."""
+"""The archived history of a stream: the incarnation of a point in time, and the rows around a damaged segment."""
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.segment import Reason
 from common.clock import NS_PER_S, format_time
 from common.errors import UsageError
+from common.sequences import SequenceRange
+from common.service.process import ThreadPool
 from common.service.progress import Progress
-from common.settings.root import Settings
+from common.tasks import Stop
+from ingress.recovery.history import ArchivedHistory
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.request import RecoveryParts
-from ingress.recovery.restore import Restore
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, Archive, rows
 
@@ -45,12 +49,15 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Archive:
     return archive
 
 
+def history_of(archive: Archive, request: RestoreRequest) -> ArchivedHistory:
+    parts = RecoveryParts(archive.store, ChainStore(archive.objects, archive.layout), ManualClock(), Progress(False))
+    return ArchivedHistory(request, parts, ThreadPool("restore", 1))
+
+
 async def planned(lives: Archive, second: int, named: int | None = None) -> tuple[int, int]:
     """Return the incarnation and the rows of the plan for a second."""
-    settings = Settings(site=CHAIN.site, store={"url": f"file://{lives.folder}"}, egress={"feeds": []})
     request = RestoreRequest(CHAIN.site, CHAIN.feed, incarnation=named, to_time_ns=BEGAN_NS + second * NS_PER_S)
-    parts = RecoveryParts(lives.store, ChainStore(lives.objects, lives.layout), ManualClock(), Progress(False))
-    plan = await Restore(settings, request, parts).plan()
+    plan = await history_of(lives, request).plan()
     return plan.newest.incarnation, plan.rows
 
 
@@ -76,3 +83,18 @@ async def test_a_named_incarnation_comes_back_as_it_is(lives: Archive) -> None:
     assert await planned(lives, 390, 1) == (1, 2)
     with pytest.raises(UsageError, match="/0001: expected a point in time after its first archived message"):
         await planned(lives, 60, 1)
+
+
+async def test_rows_in_an_unread_range_are_sent_though_a_damaged_segment_may_hold_more(tmp_path: Path) -> None:
+    archive = Archive(tmp_path)
+    chains = ChainStore(archive.objects, archive.layout)
+    chains.create_stream(CHAIN, StreamDocument({"name": CHAIN.feed}, format_time(BEGAN_NS), None))
+    chains.create_chain(CHAIN, ChainDocument((), 1, 1))
+    archive.put(1, 6, rows([1, 4, 6]), ledger={Reason.GONE_BEFORE_READ: 3}, unread=SequenceRange(2, 5))
+    damaged = archive.path(archive.put(1, 7).key)
+    damaged.write_bytes(damaged.read_bytes()[:-60] + bytes(60))
+    with closing(history_of(archive, RestoreRequest(CHAIN.site, CHAIN.feed))) as history:
+        plan = await history.plan()
+        sent = [*history.rows(plan, plan.begin, ("sequence",), Stop())]
+    assert [n for batch in sent for n in batch.column("sequence").to_pylist()] == [1, 4, 6]
+    assert "no segment covers 2..5, 7..7" in plan.lossy[0]
