@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -259,7 +260,10 @@ class BackupFolder:
         try:
             if self._file is None:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._file = (self._folder / DATA_FILE).open("wb")
+                self._file = (self._folder / DATA_FILE).open("ab")
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                check_folder(self._folder)  # again: another export may have ended since the plan
+                self._file.truncate(0)
             self._file.write(piece)
         except OSError as error:
             raise _folder_error(self._folder, error) from error
@@ -289,9 +293,13 @@ class BackupFolder:
 
 
 def _folder_error(folder: Path, error: OSError) -> Unavailable:
-    act = "make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "let this user write there"
+    found, act = str(error), "let this user write there"
+    if isinstance(error, BlockingIOError):
+        found, act = "another export writes there", "wait until it is done"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        act = "make room there"
     hint = f"{act}, or name another folder; the same command begins again"
-    return Unavailable(f"{folder}: {error}", hint=hint, code="E-EXPORT-FOLDER")
+    return Unavailable(f"{folder}: {found}", hint=hint, code="E-EXPORT-FOLDER")
 
 
 def check_folder(folder: Path) -> None:

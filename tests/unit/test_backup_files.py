@@ -2,15 +2,18 @@
 
 import errno
 import json
+from contextlib import aclosing, closing
 from pathlib import Path
 
 import pytest
 
-from common.errors import UsageError
+from common.errors import Unavailable, UsageError
+from common.service.process import ThreadPool
 from egress.importing import Backup
-from ingress.recovery.fill import _folder_error, check_folder
+from ingress.recovery.fill import BackupFolder, _folder_error, check_folder
 from ingress.recovery.history import repeat_command
 from ingress.recovery.plan import RestoreRequest
+from tests.support.clock import ManualClock
 
 CONFIG, STATE = {"name": "S", "max_age": 5, "sources": [{"name": "O"}]}, {"messages": 2, "first_seq": 3}
 
@@ -70,6 +73,21 @@ def test_only_an_empty_folder_or_a_leftover_is_written(tmp_path: Path, names: tu
         return
     with pytest.raises(UsageError, match="expected an empty folder or none, found"):
         check_folder(tmp_path)
+
+
+async def test_a_second_export_into_the_folder_leaves_the_file_of_the_first_alone(tmp_path: Path) -> None:
+    with closing(ThreadPool("export", 1)) as threads:
+        first, second, third = (BackupFolder(tmp_path, {}, threads, ManualClock()) for _ in range(3))
+        await first.send(b"x" * 100_000)
+        async with aclosing(second):
+            with pytest.raises(Unavailable, match="another export writes there; wait until it is done"):
+                await second.send(b"y")
+        async with aclosing(first):
+            await first.finish()
+        async with aclosing(third):
+            with pytest.raises(UsageError, match=r"expected an empty folder or none, found backup\.json"):
+                await third.send(b"z")
+    assert (tmp_path / "stream.arc.s2").read_bytes() == b"x" * 100_000
 
 
 def test_an_export_is_repeated_by_its_own_command() -> None:
