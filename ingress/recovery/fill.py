@@ -13,7 +13,7 @@ import errno
 import fcntl
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -289,7 +289,8 @@ class BackupFolder:
 
     async def aclose(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of bytes that were not written: the error of the export is known
+                self._file.close()
 
 
 def _folder_error(folder: Path, error: OSError) -> Unavailable:

@@ -1,6 +1,7 @@
 """The files of a backup: what an export may overwrite, and what an import refuses before it contacts a server."""
 
 import errno
+import io
 import json
 from contextlib import aclosing, closing
 from pathlib import Path
@@ -88,6 +89,16 @@ async def test_a_second_export_into_the_folder_leaves_the_file_of_the_first_alon
             with pytest.raises(UsageError, match=r"expected an empty folder or none, found backup\.json"):
                 await third.send(b"z")
     assert (tmp_path / "stream.arc.s2").read_bytes() == b"x" * 100_000
+
+
+async def test_a_full_disk_is_reported_though_bytes_are_left_to_write(tmp_path: Path) -> None:
+    with closing(ThreadPool("export", 1)) as threads:
+        folder = BackupFolder(tmp_path, {}, threads, ManualClock())
+        with pytest.raises(Unavailable, match="make room there"):
+            async with aclosing(folder):
+                folder._file = io.BufferedWriter(io.FileIO("/dev/full", "w"))
+                await folder.send(b"head")
+                await folder.send(b"x" * (1 << 20))
 
 
 def test_an_export_is_repeated_by_its_own_command() -> None:
