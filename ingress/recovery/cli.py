@@ -387,7 +387,9 @@ async def drill(
     _check_all(selector, is_all := args.pop("is_all"), args["to_sequence"])
     exact = {key: args.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
     is_exact, storage = exact.pop("exact") or is_all, args.pop("storage")
-    _check_drill(is_exact, exact if not is_exact else {**args, "storage": storage, "partition": selector.partition})
+    _check_drill(is_exact, exact if not is_exact else {**args, "storage": storage})
+    if is_exact:
+        _check_whole_feed(selector, "drilled")
     is_local = exact.pop("server") == "local"
     request: RestoreRequest | ReplayRequest
     if is_exact:

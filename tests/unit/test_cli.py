@@ -82,6 +82,7 @@ WRONG_CALLS = [
     ("status --watch=999ms -c no", "expected from 1s to 1d, found"),
     ("replay us/NODES --target a.b --dry-run -c no", "--target: expected a stream name"),
     ("drill us/NODES --since 0s -c no", "--since: expected a time before now, found 0s"),
+    ("drill us/NODES/0000/0 --exact -c no", "expected SITE/FEED[/INCARNATION], found partition 0: all are drilled"),
     ("compare '' --all -c no", "site '': expected 1 to 63"),
 ]
 
