@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from common.clock import Clock, parse_time
-from common.errors import ConfigError, FloeError, LeaseLost, OutcomeUnknown, Refused, Stopped, Unavailable
+from common.errors import ConfigError, FloeError, LeaseLost, OutcomeUnknown, Refused, Stopped, Unavailable, UsageError
 from common.exits import choices
 from common.failpoints import failpoint
 from common.logs import get_logger
@@ -71,7 +71,9 @@ class PreflightResult:
 
 
 async def preflight(client: FloeClient, plan: RestorePlan) -> PreflightResult:
-    """Check the server. Raises ConfigError if the server, the account or another stream does not permit the restore."""
+    """Check the server. Raises ConfigError if the server, the account or another stream does not permit the restore;
+    the errors of `check_lossless`, unless the stream is promoted: its archive may have grown since.
+    """
     version = ".".join(map(str, client.server_version))
     writer = archive_writer(plan.name, version, plan.request.format, force=plan.request.force)
     fitted = plan
@@ -84,6 +86,7 @@ async def preflight(client: FloeClient, plan: RestorePlan) -> PreflightResult:
             raise _foreign_stream_error(plan.request, info)
         text = f"an earlier restore has brought it back; to do: let {', '.join(left)} deliver again"
         return PreflightResult(plan, writer, (text,), is_promoted=True)
+    check_lossless(plan)
     await _check_room(client, fitted, account, info is not None)
     if plan.request.promote:
         await _check_promotion(client, plan)
@@ -125,8 +128,13 @@ def check_effects(plan: RestorePlan, agreed: Collection[str]) -> None:
 
 
 def check_lossless(plan: RestorePlan) -> None:
-    """Raise Stopped if the archive holds less than the stream, and the request does not allow that."""
+    """Raise Stopped if the archive holds less than the stream, and the request does not allow that; UsageError if new
+    messages would begin before the end of the archive.
+    """
     request = plan.request
+    if 0 < (request.skip_to or plan.end) < plan.end:
+        found = f"expected at least {plan.end}, the end of the archive, found {request.skip_to}"
+        raise UsageError(f"--skip-to-sequence: {found}")
     if plan.lossy and not request.allow_lossy:
         raise Stopped(
             f"the archive of {request.site}/{request.feed} is not the whole stream: {'; '.join(plan.lossy[:5])}",

@@ -292,10 +292,6 @@ class ArchivedHistory:
             before = self._captures.restored(newest)
             skip_to = max(end, before.skipped_to if before else 0)
             last_seen = last_seen if last_seen[0] > skip_to else (0, "")  # else no further sequence is lost
-        if 0 < (request.skip_to or end) < end:
-            raise UsageError(
-                f"--skip-to-sequence: expected at least {end}, the end of the archive, found {request.skip_to}"
-            )
         if request.skip_to is not None:
             skip_to = max(skip_to, request.skip_to or last_seen[0])
         consumers, inexact = restorable_consumers(captured, max(end, skip_to)) if captured else ([], [])

@@ -44,7 +44,6 @@ from ingress.recovery.guard import (
     GuardedStream,
     PreflightResult,
     check_effects,
-    check_lossless,
     dry_run,
     preflight,
     room_error,
@@ -197,7 +196,6 @@ class Restore:
         fills anything, None if it would fill. Nothing is written.
         """
         try:
-            check_lossless(plan)
             async with self.open_connection() as client:
                 leases = optional_leases(client, self.service, self._owner, self._clock)
                 notes = await dry_run(client, plan, leases)
@@ -262,10 +260,10 @@ class Restore:
         )
 
     async def _attempt(self, client: FloeClient, plan: RestorePlan, agreed: Collection[str]) -> RestoreReport:
-        check_lossless(plan)
-        check_effects(plan, agreed)
         ready = await preflight(client, plan)
         sourced, notes = await self._examine_sources(client, ready.plan)
+        if not ready.is_promoted:
+            check_effects(plan, agreed)
         self._note((*ready.notes, *notes))
         ready = replace(ready, plan=replace(ready.plan, sourced=sourced))
         guarded = self._guarded = GuardedStream(client, ready.plan, self._clock, self._progress, self._stop)

@@ -24,7 +24,7 @@ PARALLEL_RESTORES = 16  # most of the time of a small one is waiting: each name 
 PARALLEL_LARGE = 4  # each fills one stream, with four threads of its own
 LARGE_BYTES = 64 * 2**20
 BACK_STATES = ("restored", "planned", "there")
-EXISTS_CODE, ELSEWHERE_CODE = "E-RESTORE-EXISTS", "E-RESTORE-ELSEWHERE"
+EXISTS_CODE = "E-RESTORE-EXISTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +224,7 @@ class WholeSiteRestore:
                 async with work.open_connection() as client:
                     report = await work.run(client, stop, confirmed)
         except FloeError as error:
-            # Effects elsewhere count only for a stream that is still to be filled.
-            refused = None
-            if error.code == ELSEWHERE_CODE:
-                _, refused = await self._restores[plan.request.feed].check(plan)
-            self._note(self._refused(plan, refused or error))
+            self._note(self._refused(plan, error))
             return
         state = "differs" if report.exit_code else "drilled" if self._make_drill else "restored"
         outcome = StreamOutcome(plan.request.feed, plan.name, state, "", report.exit_code, report)

@@ -347,6 +347,7 @@ async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(be
         await back.restored(bench, stream)
     await back.comes_back(bench, stream, [m for m in before if m.sequence not in ref.coverage], allow_lossy=True)
     (bench.root / "bucket" / last.key).unlink()
+    await bench.delete_stream(stream)
     with pytest.raises(Stopped, match=r"covered up to 300, and its segments end at 100: 101\.\.300 is missing"):
         await back.restored(bench, stream)
     assert not (await back.planned(bench, stream, to_sequence=100)).lossy  # the lost rows are not requested
@@ -462,19 +463,21 @@ async def test_effects_elsewhere_are_shown_and_permitted_before_anything_is_made
 async def test_push_consumers_deliver_once_their_subjects_are_free(bench: Bench) -> None:
     stream, before, received = await reaching(bench)
     file, everything = str(configuration(bench, {"stream": stream})), list[bytes]()
-    words = ("restore", "-c", file, f"site/{stream}", "--yes", "--allow-elsewhere")
+    words = ("restore", "-c", file, f"site/{stream}", "--yes", "--skip-to-sequence", "6", "--allow-elsewhere")
     listener = await bench.client.subscribe_raw(">", lambda subject, *_: everything.append(subject))
     held = await ran(*words, code=78)
     assert "error[E-RESTORE-DELIVER]" in held.err
     assert f"stream {stream}: is back and in use, but first, second cannot deliver yet" in held.err
-    assert commands_of(held.err) == [f"floe restore -c {file} site/{stream} --allow-elsewhere"]
+    assert commands_of(held.err) == [f"floe restore -c {file} site/{stream} --skip-to-sequence 6 --allow-elsewhere"]
     assert await back.contents(bench, stream) == before
     assert not any(subject.startswith(RESTORE_PREFIX.encode()) for subject in everything)
     assert await deliveries(bench, stream) == [
         f"{RESTORE_PREFIX}{stream}.push.{n}.{stream}" for n in ("first", "second")
     ]
-    # The captures of egress meanwhile do not change the configuration.
-    await back.capture(bench, stream, 6)
+    # The captures of egress meanwhile do not change the configuration, and the archive may pass the skipped sequences.
+    await bench.publish(stream, [b"7"])
+    await bench.freeze({"stream": stream})
+    await back.capture(bench, stream, 7)
     plan = await back.planned(bench, stream)
     pushed = [f"push.{name}.{stream}" for name in ("first", "second")]
     assert [each.config["deliver_subject"] for each in plan.consumers] == pushed
@@ -483,7 +486,7 @@ async def test_push_consumers_deliver_once_their_subjects_are_free(bench: Bench)
     assert "an earlier restore has brought it back; to do: let first, second deliver again" in preview.out
     done = await ran(*words)
     assert done.out == f"stream {stream}: was brought back earlier; delivering again: first, second\n"
-    await soon(lambda: received == [b"4", b"5", b"6"])
+    await soon(lambda: received == [b"4", b"5", b"6", b"7"])
     assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
     await ran(*words, code=78)  # it is there, and nothing is left to do
 

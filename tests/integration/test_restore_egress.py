@@ -177,7 +177,7 @@ async def test_lost_sequences_are_left_out_on_request(bench: Bench) -> None:
     assert "201..250 is given to new messages, which mirrors" in note
     assert "--skip-to-sequence 250 leaves it out" in note
     with pytest.raises(UsageError, match="expected at least 200, the end of the archive, found 199"):
-        await back.planned(bench, stream, skip_to=199)
+        await back.restored(bench, stream, skip_to=199)
     words = ("restore", "-c", str(configuration(bench, {"stream": stream})), f"{SITE}/{stream}", "--skip-to-sequence")
     shown = await floe(*words, "--dry-run", "--json")
     assert (shown.code, shown.json()["end"], shown.json()["last"]) == (0, 200, 250), shown
