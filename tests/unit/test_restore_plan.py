@@ -208,6 +208,17 @@ def test_the_state_is_judged_by_what_the_configuration_lets_the_server_drop() ->
         assert list(back.state_differences(expected, right | wrong)), wrong
 
 
+async def test_messages_with_a_ttl_may_expire_before_the_state_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def info(*_: object) -> dict[str, Any]:
+        return {"state": {"messages": 1, "first_seq": 3, "last_seq": 5}}
+
+    monkeypatch.setattr(back, "stream_info_json", info)
+    for config, is_same in (({}, False), ({"allow_msg_ttl": True}, True)):
+        sent = back.SentRows([back.digest_block([batch_of([row(3), row(5)])])], 2, 5, config)
+        found = await back.Comparer(None, "S", sent, lambda _: iter(()), print).run("state", [])  # type: ignore[arg-type]
+        assert (found.dropped, found.is_same) == (1, is_same)
+
+
 def part_of(first: int, last: int, *held: int) -> ReplayPart:
     whole = SequenceRange(first, last)
     return ReplayPart(Stretch(compaction.ref(first, last), whole), footer_of([row(s) for s in held]))
