@@ -168,6 +168,10 @@ class DrillReport:
             yield f"the whole feed would take about {duration_words(self.full_replay_seconds)}"
 
 
+def _stopped_error() -> Unavailable:
+    return Unavailable("the drill was stopped before its end", hint="run the same command again")
+
+
 class Drill:
     """One drill, with a scratch stream of its own."""
 
@@ -204,9 +208,9 @@ class Drill:
             await create_stream(client, scratch_config(self._stream, self._prefix, self._storage, most))
             result = await work.run(client, stop)
             former = await work.load_former(client)
-            if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
-                raise Unavailable("the drill was stopped before its end", hint="run the same command again")
-            total = await self._compare(work, client, former.receipt.ranges, problems := list[Problem]())
+            if not result.finished or not isinstance(former, StoredReplay):
+                raise _stopped_error()
+            total = await self._compare(work, client, former.receipt.ranges, problems := list[Problem](), stop)
             # The plan reports holes without damage; accepted ones do not count.
             full = await work.threads.run(self._full_replay_seconds, work.request, plan, result)
             return DrillReport(result, plan, total, full, damage(problems), preview.notes)
@@ -225,9 +229,11 @@ class Drill:
         return replace(request, incarnation=newest[0].incarnation, from_sequence=first)
 
     async def _compare(
-        self, work: Replay, client: FloeClient, ranges: tuple[ChainRange, ...], problems: list[Problem]
+        self, work: Replay, client: FloeClient, ranges: tuple[ChainRange, ...], problems: list[Problem], stop: Stop
     ) -> Differences:
-        """Compare the scratch stream with the archive, which is read by another code path than the replay."""
+        """Compare the scratch stream with the archive, which is read by another code path than the replay. Raises
+        Unavailable after a stop.
+        """
         if (info := await stream_info(client, self._stream)) is None:
             raise Unavailable(f"scratch stream {self._stream} is gone")
         total, prefix, call = Differences(), self._prefix.encode() + b".", work.threads.run
@@ -240,6 +246,8 @@ class Drill:
             arrivals = DeliveredRows(each.chain, each.rows, info.last_sequence)
             async with aclosing(arrivals.read(client, self._stream, StartAt(1))) as pieces:
                 async for piece in pieces:
+                    if stop.is_set:
+                        raise _stopped_error()
                     await call(tally.add, piece, piece[-1].sequence)
                     read = format_count(total.found + tally.found, "message")
                     self._progress.update(f"compared {read} of {info.messages:,}", self._clock.monotonic())

@@ -20,10 +20,10 @@ from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.tasks import Stop
 from infra.local.nats import NatsServer
-from ingress.recovery.drill import ExactDrill
+from ingress.recovery.drill import Drill, ExactDrill
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.read_back import read_differences
-from ingress.recovery.request import RecoveryParts
+from ingress.recovery.request import RecoveryParts, ReplayRequest
 from tests.scenarios.processes import Service
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, raises_code, soon, unique
@@ -85,6 +85,21 @@ async def test_a_drill_finds_the_archive_well_and_leaves_nothing(world: World) -
     assert report["full_restore_seconds"] > 0
     part = await ran(*words_of(world), "--from-sequence", "11", "--to-sequence", "20")
     assert "10 messages" in part.out
+    assert await scratch(world) == []
+
+
+async def test_a_drill_that_is_stopped_while_it_compares_ends_at_once(world: World) -> None:
+    world.fill((1, 3000))
+    stop = Stop()
+
+    class Stopping(Progress):
+        def update(self, text: str, at: float) -> None:
+            if text.startswith("compared"):
+                stop.set()
+
+    parts = RecoveryParts(world.archive.store, world.archive.documents, SystemClock(), Stopping())
+    with pytest.raises(Unavailable, match="the drill was stopped before its end"):
+        await Drill(world.centre.settings(), parts).run(ReplayRequest("us-east", "NODES", ""), stop)
     assert await scratch(world) == []
 
 
