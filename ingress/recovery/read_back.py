@@ -171,13 +171,18 @@ class AtRest:
 
 
 async def wait_replicated(
-    client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, conditions: AtRest
+    client: FloeClient,
+    stream: str,
+    consumers: Sequence[str],
+    clock: Clock,
+    conditions: AtRest,
+    check_stop: Callable[[], None],
 ) -> list[str]:
     """Wait until all replicas hold the stream and all `consumers` exist. Return the servers that hold the stream, none
     if it has no replicas.
 
     The first answers of a cluster may wrongly report all replicas as current. Raises Unavailable if the stream does not
-    come to rest, Stopped if consumers do not appear.
+    come to rest, Stopped if consumers do not appear, and the errors of `check_stop`, called between answers.
     """
     good, lags, moved = 0, -1, clock.monotonic()
     while True:
@@ -193,6 +198,7 @@ async def wait_replicated(
         if clock.monotonic() > moved + conditions.stall_timeout_s:
             names = ", ".join(str(each.get("name")) for each in behind) or f"{wanted - len(replicas)} missing or"
             raise Unavailable(f"stream {stream}: expected replicas that catch up, found {names} behind")
+        check_stop()
         await clock.sleep(conditions.span_s / (conditions.answers - 1))
     await _wait_for_consumers(client, stream, consumers, clock, conditions)
     return [str(cluster["leader"]), *(str(each["name"]) for each in replicas)] if replicas else []

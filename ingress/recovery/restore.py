@@ -326,7 +326,8 @@ class Restore:
         try:
             expected, sent = await self._fill(client, ready, guarded.marker)
             failpoint("restore.filled")
-            servers = await wait_replicated(client, plan.name, consumers, self._clock, self._tuning.at_rest)
+            at_rest, check = self._tuning.at_rest, self._check_stop
+            servers = await wait_replicated(client, plan.name, consumers, self._clock, at_rest, check)
             failpoint("restore.settled")
             await guarded.read_filled()
             comparison = await self._compare(client, plan, expected, servers)

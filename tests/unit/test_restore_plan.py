@@ -22,7 +22,7 @@ from ingress.recovery import plan as planning
 from ingress.recovery import read_back
 from ingress.recovery import read_back as back
 from ingress.recovery import stream_archive as form
-from ingress.recovery.guard import _server_notes, room_error, room_shortage
+from ingress.recovery.guard import _server_notes, room_error, room_shortage, stopped_error
 from ingress.recovery.history import merge_rows, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest
 from ingress.recovery.ranges import ChainRange, ReplayChain, ReplayPart
@@ -451,9 +451,14 @@ async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_y
     async def no_consumers(*_: object) -> list[Any]:
         return []
 
+    def stopped() -> None:
+        raise stopped_error(RestoreRequest("us-east", "S"))
+
     monkeypatch.setattr(read_back, "stream_info_json", info)
     monkeypatch.setattr(read_back, "list_consumers", no_consumers)
-    assert await back.wait_replicated(None, "S", [], ManualClock(), back.AtRest()) == ["a", "b", "c"]  # type: ignore[arg-type]
+    assert await back.wait_replicated(None, "S", [], ManualClock(), back.AtRest(), print) == ["a", "b", "c"]  # type: ignore[arg-type]
     answers += [()] * 1000
+    with pytest.raises(Unavailable, match="the restore was stopped"):
+        await back.wait_replicated(None, "S", [], ManualClock(), back.AtRest(), stopped)  # type: ignore[arg-type]
     with pytest.raises(Unavailable, match="found 2 missing or behind"):
-        await back.wait_replicated(None, "S", [], ManualClock(), back.AtRest())  # type: ignore[arg-type]
+        await back.wait_replicated(None, "S", [], ManualClock(), back.AtRest(), print)  # type: ignore[arg-type]
