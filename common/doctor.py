@@ -351,9 +351,12 @@ class _StoreProbes:
             self._chains = [chain for info in found if (chain := self._layout.parse_tail(info.key))]
 
     def _probe_prefix(self) -> str | None:
-        """Return the prefix for probes: under the first feed of the file, else under an archived chain; else None."""
+        """Return the prefix for probes: under the first feed of the file, else under an archived chain; else None. The
+        feeds of patterns are not known: without a chain of the site, a feed that need not exist is taken.
+        """
         pairs = sorted(configured_feeds(self._settings)) or [(chain.site, chain.feed) for chain in self._chains or ()]
-        pairs = [pair for pair in pairs if pair[0] == self._site] or pairs
+        of_patterns = [(self._site, "doctor")] if self._settings.egress.patterns else []
+        pairs = [pair for pair in pairs if pair[0] == self._site] or of_patterns or pairs
         return f"{self._layout.documents_prefix(*pairs[0])}probe/" if pairs else None
 
     # Rights

@@ -434,6 +434,14 @@ def test_a_wrong_clock_is_warned_of(tmp_path: Path) -> None:
     assert (findings()["store clock"].state, findings()["store conditional put"].state) == ("ok", "ok")
 
 
+def test_a_new_site_of_patterns_is_tested_like_any_other(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, egress={"feeds": [{"streams": ["*"]}]})
+    open_chains(settings).write_tail(Chain("eu-west", FEED), 10)
+    found = by_check(examine_store(settings, ("egress", "ingress"), SystemClock()))
+    assert found["store write"].found == f"data/_floe/site={SITE}/feed=doctor/probe/*"
+    assert not any(each.state == "skipped" for each in found.values()), found
+
+
 def test_a_spool_that_cannot_be_written_or_is_too_small_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     [found] = examine_disk(settings_of(tmp_path, spool_dir=str(tmp_path / "file" / "spool")), ("egress",))
