@@ -14,7 +14,7 @@ import click
 
 from common.cli import Duration, chains_argument, config_option, json_option, print_json
 from common.clock import SystemClock
-from common.errors import DataError, FloeError, UsageError
+from common.errors import DataError, FloeError, Refused, UsageError
 from common.logs import escape
 from common.settings.types import format_count, format_duration
 
@@ -226,7 +226,13 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
     with closing(store):
         # Of a pattern, the archive knows the feeds.
         feeds = frozenset() if settings.egress.patterns else configured_feeds(settings)
-        heartbeats = _read_heartbeats(documents, SystemClock().now())
+        wanted = parse_chain_name(what) if what is not None else ChainName(settings.site or None)
+        unread = ""
+        try:
+            heartbeats = _read_heartbeats(documents, SystemClock().now(), wanted.site)
+        except Refused as error:
+            heartbeats = {}
+            unread = f"heartbeats cannot be read: {error.code}: {error.message}"
         if what is not None:
             chains = select_chains(documents, what, {*feeds, *((chain.site, chain.feed) for chain in heartbeats)})
         else:
@@ -238,14 +244,16 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
                 checked.append(_check(store, documents, chain, heartbeats.get(chain)))
             except DataError as error:  # of one chain: the others are checked all the same
                 checked.append(Observation(chain=chain, damaged=(error.message,), egress=heartbeats.get(chain)))
-        wanted = parse_chain_name(what) if what is not None else ChainName(settings.site or None)
         for chain in heartbeats.keys() - set(chains):  # a feed may stop before anything of it is archived
             stored, feed = heartbeats[chain], (chain.site, chain.feed)
             is_named = wanted.matches(*feed, chain.incarnation, chain.partition)
             is_meant = is_named and (what is not None or not feeds or feed in feeds)
             if is_meant and stored.heartbeat.state == "stopped":
                 checked.append(Observation(chain=chain, egress=stored))
-        return judge_archive(checked, warning, critical)
+        result = judge_archive(checked, warning, critical)
+        if unread and result.state is not CheckState.CRITICAL:
+            result.add_problem(CheckState.UNKNOWN, unread)
+        return result
 
 
 # Contents of the bucket
@@ -279,14 +287,14 @@ def judge_archive(found: list[Observation], warning: float, critical: float) -> 
     return result
 
 
-def _read_heartbeats(documents: ChainStore, now: float) -> dict[Chain, StoredHeartbeat]:
-    """Return the heartbeats of egress, by chain with its incarnation; empty without the permission to read them. A stop
-    that a live process reports counts over any other process of the same partition.
+def _read_heartbeats(documents: ChainStore, now: float, site: str | None) -> dict[Chain, StoredHeartbeat]:
+    """Return the heartbeats of a site, or of all, by chain with its incarnation. A stop that a live process reports
+    counts over any other process of the same partition. Raises Refused without the permission to read them.
     """
     from common.archive.heartbeats import HEARTBEAT_OVERDUE_S, newest_by_partition
     from common.observe.observation import read_heartbeats
 
-    found = read_heartbeats(documents, now)
+    found = read_heartbeats(documents, now, site)
     stops = [each for each in found if each.heartbeat.state == "stopped" and each.age <= HEARTBEAT_OVERDUE_S]
     latest = {**newest_by_partition(found), **newest_by_partition(stops)}
     return {each.heartbeat.chain: each for each in latest.values()}

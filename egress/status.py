@@ -14,7 +14,7 @@ from common.archive.documents import ChainStore
 from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
 from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import ConfigError, DataError, OutcomeUnknown, Unavailable
+from common.errors import ConfigError, DataError, OutcomeUnknown, Refused, Unavailable
 from common.exits import EXIT_RETRY_LATER, resolve_command
 from common.nats.api import stream_info
 from common.nats.client import connect
@@ -241,6 +241,9 @@ def _read_store(documents: ChainStore, site: str, now: float) -> StoreState:
     try:
         listed = documents.list_tails(site).items()
         tails = {chain: (documents.read_tail(chain), info.modified) for chain, info in listed}
-        return StoreState(tails, newest_by_partition(read_heartbeats(documents, now, site)))
+        heartbeats = list[StoredHeartbeat]()
+        with suppress(Refused):
+            heartbeats = read_heartbeats(documents, now, site)
+        return StoreState(tails, newest_by_partition(heartbeats))
     except (Unavailable, OutcomeUnknown) as error:
         return StoreState(failure=error.message)

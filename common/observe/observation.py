@@ -6,7 +6,6 @@ Each view names the keys of its JSON and the columns of its table (`ViewFormat`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,6 @@ from common.archive.documents import ChainStore, CompactionRun
 from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, HeartbeatObject, StoredHeartbeat
 from common.chain import Chain
 from common.clock import format_unix
-from common.errors import Refused
 from common.objects.port import ObjectInfo
 from common.settings.types import StyledCell, format_age
 
@@ -240,10 +238,8 @@ def stored_heartbeats(
 
 
 def read_heartbeats(documents: ChainStore, now: float, site: str | None = None) -> list[StoredHeartbeat]:
-    """Return the heartbeats of a site, or of all, with their ages at `now`; empty without the permission to read them.
-    Blocking.
+    """Return the heartbeats of a site, or of all, with their ages at `now`. Blocking. Raises Refused without the
+    permission to read them.
     """
-    with suppress(Refused):
-        infos = documents.list_heartbeats(site)
-        return stored_heartbeats(infos, [documents.read_heartbeat(info.key) for info in infos], now)
-    return []
+    infos = documents.list_heartbeats(site)
+    return stored_heartbeats(infos, [documents.read_heartbeat(info.key) for info in infos], now)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ import yaml
 from common.archive.documents import ChainDocument, ChainStore, CompactionRun
 from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
 from common.chain import Chain
+from common.errors import Refused
 from common.nats.client import FloeClient
 from common.observe.monitor import Health
 from egress import metrics
@@ -116,7 +118,7 @@ def configured(folder: Path, **document: object) -> str:
     return str(path)
 
 
-async def test_the_archive_is_checked_in_the_bucket(tmp_path: Path) -> None:
+async def test_the_archive_is_checked_in_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = Archive(tmp_path / "store")
     config = configured(tmp_path, store={"url": f"file://{archive.folder}", "prefix": "data"})
     assert "no chain is archived" in await checked("archive", "-c", config, code=3)
@@ -132,6 +134,9 @@ async def test_the_archive_is_checked_in_the_bucket(tmp_path: Path) -> None:
     archive.documents.write_heartbeat("host", HeartbeatObject(CHAIN.site, "host", 0.0, (heartbeat,)))
     line = await checked("archive", "-c", config, CHAIN.site, code=0)
     assert line.startswith("OK - 1 chain, 7 sequences not archived | chains=1 holes=0 damaged=0 not_archived=7")
+    with monkeypatch.context() as limited:
+        limited.setattr(ChainStore, "list_heartbeats", Mock(side_effect=Refused("denied", code="E-S3-DENIED")))
+        assert "heartbeats cannot be read: E-S3-DENIED: denied" in await checked("archive", "-c", config, code=3)
 
     forked = ChainHeartbeat("stopped", 0.0, "E-FORKED", "", 40, 47, 0.0, chain=CHAIN)
     archive.documents.write_heartbeat("a", HeartbeatObject(CHAIN.site, "a", 0.0, (forked,)))

@@ -177,6 +177,7 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles, clien
         await soon(has_all)
     # A role that archives a site also sees the time of its compaction.
     assert "ago" in (await roles.run("egress", "status", "--archive")).out
+    await roles.run("egress", "check", "archive", "--warning", "1h")
     assert "last_success" in (await roles.run("operator", "check", "compaction", "--json")).out
     of_chain = ["segments", "cat", str(CHAIN), "--limit", "1"], ["segments", "verify", "--deep"]
     for command in (
