@@ -103,8 +103,9 @@ class _Values:
                 if text and "${" not in text:
                     self.inline.append(".".join(map(str, here)))
             elif secret != name and is_secret(section, secret):
-                values[secret] = self._read_secret_file(values.pop(name), secret, node, here)
-                self.files.append(text)
+                file = values.pop(name)
+                values[secret] = self._read_secret_file(file, secret, node, here)
+                self.files.append(str(file))
         return values
 
     def _value(self, node: yaml.Node, path: yaml.KeyPath) -> Any:

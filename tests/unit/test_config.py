@@ -355,6 +355,7 @@ def test_secrets_that_others_may_read_are_warned_of_with_the_command_to_paste(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SECRET", "s")
+    monkeypatch.setenv("FOLDER", str(tmp_path))
     file, secret, nkey = (tmp_path / name for name in ("my site.yaml", "token", "user.nk"))
     for each in (secret, nkey):
         each.write_text("t-o-k-e-n")
@@ -370,7 +371,8 @@ def test_secrets_that_others_may_read_are_warned_of_with_the_command_to_paste(
         assert warnings("nats: {user: u, password: p}\n", mode) == (
             f"{file}: holds nats.password, and others may read it: chmod 600 '{file}'",
         )
-        assert warnings(f"nats: {{token_file: {secret}}}\n", mode) == (f"{secret}: {exposed} {secret}",)
+        for written in (secret, "${FOLDER}/token"):
+            assert warnings(f"nats: {{token_file: '{written}'}}\n", mode) == (f"{secret}: {exposed} {secret}",)
     assert warnings("nats: {user: u, password: '${SECRET}'}\n", 0o644) == ()
     assert warnings("nats: {user: u, password: p}\n", 0o600) == ()
     assert warnings(f"ingress: {{nats: {{nkey_seed_file: {nkey}}}}}\n", 0o644) == (f"{nkey}: {exposed} {nkey}",)
