@@ -499,7 +499,10 @@ class Pages:
         return found(accept) if found else text_answer(404, f"expected one of {' '.join(self._pages)}")
 
     def _metrics(self, accept: str) -> Answer:
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version that is no number
+            encode, content_type = choose_encoder("")
         return 200, content_type, encode(self._registry)
 
     def _healthz(self, _accept: str) -> Answer:

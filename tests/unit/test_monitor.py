@@ -112,6 +112,7 @@ def test_metrics_are_those_of_the_process(monitor: Monitor):
     assert all(each in body for each in ('floe_build_info{python="', "process_resident_memory_bytes"))
     assert not re.search(r"_created[ {]", body)
     assert get(monitor, "/metrics", accept="application/openmetrics-text; version=1.0.0")[2].endswith("# EOF\n")
+    assert get(monitor, "/metrics", accept="text/plain; version=abc")[:2] == (200, kind)
 
 
 def test_unknown_paths_and_methods_are_refused_and_head_is_answered_without_a_body(monitor: Monitor):
