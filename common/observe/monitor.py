@@ -526,6 +526,8 @@ class Pages:
 
     def _page(self, _accept: str) -> Answer:
         document = self.document_for_reader()
+        if self._shown and document["time"] < self._shown[-1]["time"]:  # the clock was set back
+            self._shown = []
         if not self._shown or document["time"] - self._shown[-1]["time"] >= RATE_INTERVAL_S:
             self._shown = [*self._shown[-1:], document]
         return 200, HTML, page.render_page(document, self._pages, self._shown[0])
