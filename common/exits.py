@@ -171,6 +171,11 @@ def floe_command(words: str, *rest: str) -> str:
     return " ".join(["floe", words, "-c", shlex.quote(_path), *context, *filter(None, rest)])
 
 
+def nats_command(words: str, *rest: object) -> str:
+    """Return `nats {words} {rest}`, with `rest` quoted for a shell."""
+    return shlex.join(["nats", *words.split(), *map(str, rest)])
+
+
 def name_argument(site: str, feed: str, incarnation: int | None = None, partition: int | None = None) -> str:
     """Return the argument that names a feed, an incarnation or a chain, as far as the parts are given."""
     numbers = ["" if incarnation is None else f"/{incarnation:04d}", "" if partition is None else f"/{partition}"]
@@ -196,8 +201,7 @@ def option_words(given: Mapping[str, object]) -> list[str]:
 
 def resolve_command(feed: str | Chain, options: str = "") -> str:
     """Return the command that resolves a stop of a feed, or of one chain of it."""
-    named = shlex.quote(str(feed))
-    return floe_command("egress resolve", *((options, "--", named) if named.startswith("-") else (named, options)))
+    return floe_command("egress resolve", *_feed_argument(str(feed), options))
 
 
 def believe_command(chain: Chain) -> str:
@@ -205,7 +209,12 @@ def believe_command(chain: Chain) -> str:
 
 
 def repartition_command(feed: str) -> str:
-    return floe_command("egress repartition", shlex.quote(feed))
+    return floe_command("egress repartition", *_feed_argument(feed))
+
+
+def _feed_argument(feed: str, options: str = "") -> tuple[str, ...]:
+    named = shlex.quote(feed)
+    return (options, "--", named) if named.startswith("-") else (named, options)
 
 
 def restore_command(chain: Chain, *, elsewhere: bool = False) -> str:

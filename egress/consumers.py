@@ -28,6 +28,7 @@ from typing import Any
 
 from common.clock import NS_PER_S, format_time
 from common.errors import OutcomeUnknown, Stopped
+from common.exits import nats_command
 from common.nats.api import (
     INTEREST,
     LIMITS,
@@ -266,7 +267,7 @@ async def _conflict_error(client: FloeClient, wanted: WantedMessages) -> Excepti
         return Stopped(
             f"work queue {wanted.stream}: consumer {name} takes messages that {wanted.partition.durable} needs",
             hint="a work queue gives each message to one consumer: archive other subjects, or remove that consumer:\n"
-            f"nats consumer rm {wanted.stream} {name}",
+            + nats_command("consumer rm", wanted.stream, name),
             code="E-RETENTION",
         )
     return ReaderResetError("consumer_taken", "the conflicting consumer no longer exists")
@@ -297,7 +298,8 @@ def check_start(info: StreamInfo, start: StartSettings) -> None:
     if info.config.get("retention") == WORK_QUEUE and start.is_set:
         raise Stopped(
             f"stream {info.name}: expected no start_… key for a work queue, which is read from its beginning",
-            hint=f"remove the key; to remove messages that are not needed: nats stream purge {info.name} --seq SEQ",
+            hint="remove the key; to remove messages that are not needed:\n"
+            + nats_command("stream purge", info.name, "--seq", "SEQ"),
             code="E-RETENTION",
         )
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from common.clock import Backoff, Clock
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, UnexpectedError
-from common.exits import choices
+from common.exits import choices, nats_command
 from common.leasing import LeaseGroup
 from common.logs import get_logger
 from common.nats.api import LIMITS
@@ -223,7 +223,7 @@ class FeedSet:
         with suppress(FloeError):
             for each in await own_durables(self._deps.client, WantedMessages(feed.partition, LIMITS)):
                 keeps = f"once no process archives it: {stream} keeps messages for it until"
-                hint = choices(hint, (keeps, f"nats consumer rm {stream} {each}"))
+                hint = choices(hint, (keeps, nats_command("consumer rm", stream, each)))
         log.warning("feed removed", action="feed_removed", hint=hint, **feed.chain.log_context())
 
     async def run(self, stop: Stop) -> None:

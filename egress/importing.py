@@ -26,7 +26,7 @@ from common.archive.scan import ChainArchive
 from common.chain import FEED_PATTERN, Chain
 from common.documents import check_depth
 from common.errors import ConfigError, DataError, FloeError, Stopped, Unavailable, UsageError
-from common.exits import choices, import_command
+from common.exits import choices, import_command, nats_command
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.nats.api import StreamInfo, delete_stream, query, stream_info
@@ -303,7 +303,7 @@ class BackupImport:
             if (info := await stream_info(client, self._backup.stream)) is not None and _is_scratch(info):
                 await delete_stream(client, self._backup.stream, timeout=30.0)
         except FloeError as found:
-            error = f"{found.message}; remove it: nats stream rm {self._backup.stream}"
+            error = f"{found.message}; remove it: {nats_command('stream rm', self._backup.stream)}"
         return error if self._server else ""
 
     # The chain

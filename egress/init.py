@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import FloeError, Stopped
+from common.exits import nats_command
 from common.nats.api import INTEREST, LIMITS, StreamInfo, consumer_names, stream_info
 from common.nats.client import FloeClient
 from common.nats.kv import open_state
@@ -88,8 +89,9 @@ def dropped_text(info: StreamInfo) -> str:
 async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Partition]) -> list[SetupResult]:
     """List durables of this site that no configured partition reads: an interest stream keeps messages for them."""
     names = [name for name in await consumer_names(client, stream) if is_durable_of_site(name, site)]
+    why = "of no configured partition"
     return [
-        SetupResult("durable", name, EXISTS, stream, f"of no configured partition: nats consumer rm {stream} {name}")
+        SetupResult("durable", name, EXISTS, stream, f"{why}: {nats_command('consumer rm', stream, name)}")
         for name in names
         if not any(partition.partition_of(name) == partition.number for partition in parts)
     ]

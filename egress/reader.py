@@ -21,7 +21,7 @@ from common.archive.columns import Columns
 from common.archive.guard import MAX_MESSAGE_BYTES
 from common.clock import NS_PER_S
 from common.errors import FloeError, Stopped, Unavailable, UnexpectedError
-from common.exits import choices
+from common.exits import choices, nats_command
 from common.logs import get_logger
 from common.nats import protocol
 from common.nats.api import INTEREST, ConsumerInfo, StreamInfo, delete_consumer, stream_info
@@ -365,7 +365,7 @@ class Reader:
         message = f"message {sequence}" if sequence else f"the message after {max(self._last, self._first - 1)}"
         text = f"stream {self._stream}: {message}: expected at most {size_words(MAX_MESSAGE_BYTES)} in all, found more"
         remove = "keep a copy of it elsewhere and remove it: egress then archives the messages after it"
-        hint = choices((remove, f"nats stream rmm {self._stream} {sequence or 'SEQUENCE'}"))
+        hint = choices((remove, nats_command("stream rmm", self._stream, sequence or "SEQUENCE")))
         return Stopped(text, hint=hint, code="E-MSG-TOO-LARGE")
 
     def _reset(self, reason: str, text: str) -> None:

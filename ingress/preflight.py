@@ -6,6 +6,7 @@ from typing import Any
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError
+from common.exits import nats_command
 from common.logs import get_logger
 from common.nats.api import StreamInfo, create_stream, ready_stream_info
 from common.nats.client import FloeClient
@@ -90,7 +91,7 @@ def stream_config(settings: TargetSettings, create: CreateSettings) -> dict[str,
 
 def add_command(settings: TargetSettings) -> str:
     words = [
-        f"nats stream add {settings.stream}",
+        nats_command("stream add", settings.stream),
         *_subjects_option(settings),
         "--storage file --replicas 1 --retention limits --discard old",
         "--allow-batch --allow-fast --allow-direct",

@@ -14,6 +14,7 @@ from common.chain import Chain
 from common.clock import Backoff, Clock, doubling_delays
 from common.doctor import DoctorFinding, failed, ok, problem, warning
 from common.errors import ConfigError, FloeError, LeaseLost, Stopped, Unavailable, UnexpectedError
+from common.exits import nats_command
 from common.leasing import LeaseGroup, LeaseScope
 from common.logs import get_logger
 from common.nats.api import StreamInfo, ready_stream_info, stream_info
@@ -339,7 +340,7 @@ async def examine_target(
         state = f"{info.messages} messages, {config.get('num_replicas', 1)} replicas"
         wrong = [*config_problems(config, settings)]
         meaning = "the target would lose, refuse or change messages: ingress ends with E-TARGET"
-        remedy = f"nats stream edit {name}"
+        remedy = nats_command("stream edit", name)
     found = ok("nats", "target", f"{name}: {state}")
     if wrong:
         found = problem("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, remedy)
@@ -358,7 +359,7 @@ def _batches(client: FloeClient, settings: TargetSettings, config: Mapping[str, 
     if chosen != "single" or settings.publisher == "single" or not settings.exclusive:
         return ok("nats", "batches", found)
     meaning = "each message is sent and acknowledged by itself: as safe, and several times slower than a batch"
-    edit = f"nats stream edit {name} --allow-batch --allow-fast"
+    edit = nats_command("stream edit", name, "--allow-batch", "--allow-fast")
     return warning("nats", "batches", found, meaning, f"use nats-server 2.12, better 2.14, and allow batches:\n{edit}")
 
 

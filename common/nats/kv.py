@@ -243,7 +243,7 @@ class KeyValue:
         size = int(info.config.get("max_bytes", 0)) if info else 0
         return BucketFull(
             f"bucket {self.bucket}: expected room for {needed} bytes more, found it full: max_bytes {size}",
-            hint=f"enlarge it:\nnats stream edit {self._stream} --max-bytes {2 * max(size, needed)}",
+            hint=f"enlarge it:\nnats stream edit KV_{self.bucket} --max-bytes {2 * max(size, needed)}",
         )
 
     async def _publish(self, subject: bytes, value: bytes, block: bytes) -> bytes:

@@ -18,6 +18,7 @@ from itertools import chain, islice
 from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
+from common.exits import nats_command
 from common.logs import get_logger
 from common.metrics import show_zeros
 from common.nats.api import query, stream_info
@@ -223,7 +224,7 @@ class AdvisoryReport:
             reason, hint = error.message, error.hint
             if error.code == NO_RESPONDERS_CODE:
                 reason = f"no stream takes {self._template}"
-                add = f"nats stream add NAME --subjects '{subject_filter(self._template)}' --defaults"
+                add = nats_command("stream add", "NAME", "--subjects", subject_filter(self._template), "--defaults")
                 hint = f"create one, and sending continues by itself: {add}"
             log.error(
                 "advisories not stored",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError, Unavailable
-from common.exits import choices
+from common.exits import choices, nats_command
 from common.failpoints import failpoint
 from common.imports import load_compiled
 from common.nats.protocol import WRONG_LAST_SEQUENCE_CODES
@@ -384,7 +384,7 @@ def choose_publisher(target: str, setting: str, against: Mapping[str, str]) -> s
         return next(name for name, reason in against.items() if not reason)
     if against[setting]:
         message = f"target {target}: publisher: expected a supported one, found {setting}: {against[setting]}"
-        edit = ("or, if only the stream lacks it", f"nats stream edit {target} {STREAM_EDIT_FLAGS[setting]}")
+        edit = ("or, if only the stream lacks it", nats_command("stream edit", target, STREAM_EDIT_FLAGS[setting]))
         raise ConfigError(message, hint=choices("set `publisher: auto`", edit), code="E-PUBLISHER")
     return setting
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import shlex
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 
 from common.clock import Clock, parse_time
 from common.errors import ConfigError, FloeError, LeaseLost, OutcomeUnknown, Refused, Stopped, Unavailable, UsageError
-from common.exits import choices
+from common.exits import choices, nats_command
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.nats.api import (
@@ -490,7 +489,7 @@ class GuardedStream:
                 hint=choices(
                     f"stream {name} is restored and compared, and stays under its guard: no publisher reaches it",
                     ("solve that; the same command removes it and begins again", repeat_command(plan.request)),
-                    ("or remove it", f"nats stream rm {shlex.quote(name)}"),
+                    ("or remove it", nats_command("stream rm", name)),
                 ),
                 code="E-RESTORE-PROMOTE",
             ) from error

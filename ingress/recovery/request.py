@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import UsageError
-from common.exits import EXIT_RETRY_LATER, choices, floe_command, name_argument, option_words
+from common.exits import EXIT_RETRY_LATER, choices, floe_command, name_argument, nats_command, option_words
 from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.settings.types import duration_words, format_count, format_duration, is_filter, is_subject, parse_size
@@ -315,7 +314,7 @@ class ReplayHints:
 
     @property
     def purge_command(self) -> str:
-        return f"nats stream purge {shlex.quote(self.request.target)} --force"
+        return nats_command("stream purge", self.request.target, "--force")
 
     def source_hint(self, name: str) -> str:
         """Return the hint for a target that is not the source. `name`: the source of the feed; empty: not known."""
@@ -331,13 +330,13 @@ class ReplayHints:
         return choices(skip, (last, *given_up))
 
     def refused_hint(self, code: str) -> str:
-        name, again = shlex.quote(self.request.target), self.command()
+        name, again = self.request.target, self.command()
         if code == "E-SUBJECT":
-            edit = f"nats stream edit {name} --subjects SUBJECTS"
+            edit = nats_command("stream edit", name, "--subjects", "SUBJECTS")
             other = f"{self.request.target}_ALL"
             wide = self._with(target=other, prefix=other, into_source=False).command("--create")
             everything = "or replay into a stream that takes all subjects below a prefix"
             return choices(("let the target accept it, and continue", edit, again), (everything, wide))
-        edit = f"nats stream edit {name} --max-msg-size=-1 --force"
+        edit = nats_command("stream edit", name, "--max-msg-size=-1", "--force")
         raised = "raise the target's limit, or max_payload of its server, and continue"
         return choices((raised, edit, again))

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain as joined
@@ -155,7 +156,10 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
         exits.believe_command(CHAIN),
         exits.resolve_command("-dash", "--believe-listing"),
     ],
-    "common/exits.py:repartition_command": lambda: [exits.repartition_command("IT'S")],
+    "common/exits.py:repartition_command": lambda: [
+        exits.repartition_command("IT'S"),
+        exits.repartition_command("-dash"),
+    ],
     "common/exits.py:restore_command": lambda: [
         exits.restore_command(chain, elsewhere=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
     ],
@@ -179,7 +183,7 @@ ELSEWHERE = {
 }
 
 
-PYTHON = joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT)
+PYTHON = [*joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT)]
 PRINTING = [path for path in PYTHON if "floe_command(" in path.read_text()]
 
 
@@ -215,6 +219,13 @@ def test_the_words_of_each_printed_command_name_a_command() -> None:
 
     assert len(words) == len(calls) > 20
     assert [each for each in words if tuple(each) not in {*commands()}] == []
+
+
+def test_names_in_commands_of_nats_are_quoted() -> None:
+    line = exits.nats_command("consumer rm", "$MQTT_msgs", "a'b")
+    assert shlex.split(line) == ["nats", "consumer", "rm", "$MQTT_msgs", "a'b"] != line.split()
+    unquoted = re.compile(r"nats (?:stream|consumer) \w+ \{")
+    assert [path for path in PYTHON if unquoted.search(path.read_text())] == []
 
 
 def problems(hint: str) -> list[str]:
