@@ -292,11 +292,11 @@ def _read_heartbeats(documents: ChainStore, now: float, site: str | None) -> dic
     counts over any other process of the same partition. Raises Refused without the permission to read them.
     """
     from common.archive.heartbeats import HEARTBEAT_OVERDUE_S, newest_by_partition
-    from common.observe.observation import read_heartbeats
+    from common.observe.observation import current_by_partition, read_heartbeats
 
     found = read_heartbeats(documents, now, site)
     stops = [each for each in found if each.heartbeat.state == "stopped" and each.age <= HEARTBEAT_OVERDUE_S]
-    latest = {**newest_by_partition(found), **newest_by_partition(stops)}
+    latest = {**current_by_partition(documents, found), **newest_by_partition(stops)}
     return {each.heartbeat.chain: each for each in latest.values()}
 
 

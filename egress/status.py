@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.archive.documents import ChainStore
-from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
+from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError, OutcomeUnknown, Refused, Unavailable
@@ -20,7 +20,7 @@ from common.nats.api import stream_info
 from common.nats.client import connect
 from common.nats.lease import format_owner, new_owner, optional_leases
 from common.observe.monitor import fetch_status
-from common.observe.observation import Observation, StatusView, ViewFormat, read_heartbeats
+from common.observe.observation import Observation, StatusView, ViewFormat, current_by_partition, read_heartbeats
 from common.observe.page import parts_of
 from common.open import open_for_view
 from common.service.process import ThreadPool
@@ -244,6 +244,6 @@ def _read_store(documents: ChainStore, site: str, now: float) -> StoreState:
         heartbeats = list[StoredHeartbeat]()
         with suppress(Refused):
             heartbeats = read_heartbeats(documents, now, site)
-        return StoreState(tails, newest_by_partition(heartbeats))
+        return StoreState(tails, current_by_partition(documents, heartbeats))
     except (Unavailable, OutcomeUnknown) as error:
         return StoreState(failure=error.message)

@@ -6,15 +6,26 @@ Each view names the keys of its JSON and the columns of its table (`ViewFormat`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from common.archive.documents import ChainStore, CompactionRun
-from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, HeartbeatObject, StoredHeartbeat
+from common.archive.heartbeats import (
+    HEARTBEAT_OVERDUE_S,
+    OVERDUE,
+    SILENT,
+    STANDBY,
+    HeartbeatObject,
+    StoredHeartbeat,
+    newest_by_partition,
+)
 from common.chain import Chain
 from common.clock import format_unix
+from common.errors import DataError, Refused
 from common.objects.port import ObjectInfo
 from common.settings.types import StyledCell, format_age
 
@@ -243,3 +254,27 @@ def read_heartbeats(documents: ChainStore, now: float, site: str | None = None) 
     """
     infos = documents.list_heartbeats(site)
     return stored_heartbeats(infos, [documents.read_heartbeat(info.key) for info in infos], now)
+
+
+def current_by_partition(documents: ChainStore, heartbeats: Iterable[StoredHeartbeat]) -> dict[Chain, StoredHeartbeat]:
+    """Return the heartbeats as `newest_by_partition`, without overdue ones of partitions that the newest incarnation
+    of their feed no longer has. Blocking.
+    """
+    found, newest, read_chain = (
+        newest_by_partition(heartbeats),
+        dict[tuple[str, str], Chain](),
+        cache(documents.read_chain),
+    )
+    for chain in (each.heartbeat.chain for each in found.values()):
+        newest[chain.site, chain.feed] = max(chain, newest.get((chain.site, chain.feed), chain))
+
+    def is_former(stored: StoredHeartbeat) -> bool:
+        chain = stored.heartbeat.chain
+        last = newest[chain.site, chain.feed]
+        if stored.age > HEARTBEAT_OVERDUE_S and chain.incarnation < last.incarnation:
+            with suppress(DataError, Refused):  # of one site: it hides no other
+                document = read_chain(last)
+                return document is not None and document.partitions <= chain.partition
+        return False
+
+    return {partition: stored for partition, stored in found.items() if not is_former(stored)}

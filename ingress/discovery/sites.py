@@ -14,11 +14,12 @@ from typing import TypeVar
 from prometheus_client import Gauge
 
 from common.archive.documents import ChainStore
-from common.archive.heartbeats import HeartbeatObject, StoredHeartbeat, newest_by_partition
+from common.archive.heartbeats import HeartbeatObject, StoredHeartbeat
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
 from common.objects.port import ObjectInfo
+from common.observe.observation import current_by_partition
 from common.service.process import ThreadPool
 from ingress import metrics
 
@@ -98,12 +99,13 @@ class Heartbeats:
         gate = asyncio.Semaphore(PARALLEL_HEARTBEAT_READS)
         count = min(MAX_READS_PER_CHECK, max(MIN_READS_PER_CHECK, len(self._known) // 8))  # the next check reads others
         await asyncio.gather(*(self._read(known, gate, now) for known in changed[:count]))
-        self._heartbeats = newest_by_partition(
+        heartbeats = [
             StoredHeartbeat(heartbeat, known.info.modified, now - known.changed_at, known.alive.time)
             for known in self._known.values()
             if known.alive is not None
             for heartbeat in known.alive.chains
-        )
+        ]
+        self._heartbeats = await self._threads.run(current_by_partition, self._documents, heartbeats)
         self._show(pairs, now)
         metrics.heartbeats_read.set(self._clock.now())
 

@@ -14,13 +14,7 @@ from msgspec import structs
 from common.archive.catalog import FeedId, ranges_after_end, replay_command, suggestion
 from common.archive.checks import find_foreign_keys
 from common.archive.documents import ChainStore, TargetPositions
-from common.archive.heartbeats import (
-    HEARTBEAT_OVERDUE_S,
-    OVERDUE,
-    HeartbeatObject,
-    StoredHeartbeat,
-    newest_by_partition,
-)
+from common.archive.heartbeats import HEARTBEAT_OVERDUE_S, OVERDUE, HeartbeatObject, StoredHeartbeat
 from common.archive.scan import ChainArchive
 from common.archive.store import SegmentStore
 from common.chain import Chain
@@ -32,7 +26,14 @@ from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, open_ingress_state
 from common.objects.port import ObjectInfo
-from common.observe.observation import Observation, StatusView, ViewFormat, colour_state, stored_heartbeats
+from common.observe.observation import (
+    Observation,
+    StatusView,
+    ViewFormat,
+    colour_state,
+    current_by_partition,
+    stored_heartbeats,
+)
 from common.open import open_for_view
 from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings, TargetSettings
@@ -155,7 +156,7 @@ async def _judged(
 
 def by_incarnation(chains: Iterable[Chain], reports: Mapping[Chain, StoredHeartbeat]) -> dict[Chain, StoredHeartbeat]:
     """Return the reports of egress, by chain: for each partition the newest incarnation that `chains` or egress itself
-    names. `reports`: by partition, as `newest_by_partition` gives them.
+    names. `reports`: by partition, as `current_by_partition` gives them.
     """
     incarnations = {partition: each.heartbeat.chain.incarnation for partition, each in reports.items()}
     for chain in chains:
@@ -275,7 +276,8 @@ class ArchiveReader:
         except Refused as error:
             log.warning("heartbeats read failed", action="heartbeats_read_failed", code=error.code, error=str(error))
             return {}
-        return newest_by_partition(stored_heartbeats(infos, joined.from_iterable(found), now))
+        heartbeats = stored_heartbeats(infos, joined.from_iterable(found), now)
+        return await self._threads.run(current_by_partition, self._documents, heartbeats)
 
     async def _reported_positions(self, target: str) -> TargetPositions:
         """Return the positions that ingress last stored for the target; empty if they cannot be read."""

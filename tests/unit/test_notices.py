@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.archive.documents import ChainStore
+from common.archive.documents import ChainDocument, ChainStore
 from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
 from common.archive.keys import Layout, SegmentName
 from common.chain import Chain
+from common.check_cli import _read_heartbeats
 from common.clock import SystemClock
 from common.errors import Unavailable
 from common.objects.local import LocalObjects
@@ -163,7 +164,8 @@ def test_no_document_and_no_bytes_raise(document: Any, raw: bytes) -> None:
 # Heartbeats
 
 SEEN = Chain("us-east", "NODES")
-PAIRS = frozenset({(SEEN.site, SEEN.feed)})
+PAIR = (SEEN.site, SEEN.feed)
+PAIRS = frozenset({PAIR})
 
 
 def away(*_args: Any, **_kwargs: Any) -> Any:
@@ -206,6 +208,23 @@ async def test_while_the_store_is_away_or_hangs_nobody_becomes_silent_and_the_de
         await look(60)
     is_away = False
     assert await look(60)
+
+
+@pytest.mark.parametrize(("partitions", "counts"), [(1, False), (2, True)])
+async def test_a_silent_partition_counts_only_while_its_feed_has_it(
+    tmp_path: Path, partitions: int, counts: bool
+) -> None:
+    clock, documents = ManualClock(time.time()), ChainStore(LocalObjects(tmp_path), Layout(""))
+    sites, former, new = Heartbeats(documents, ThreadPool("t", 1), clock, 300.0), Chain(*PAIR, 0, 1), Chain(*PAIR, 1)
+    documents.create_chain(new, ChainDocument((), partitions, 1))
+    for chain, turn in ((former, 1), (new, 1), (new, 2)):
+        beat = HeartbeatObject(SEEN.site, "o", turn, (ChainHeartbeat("stopped", turn, chain=chain),))
+        documents.write_heartbeat(f"host-{chain.incarnation}", beat)
+        await sites.read(PAIRS)
+        assert sites.heartbeat_of(chain) is not None, "a live process counts in any case"
+        clock.advance(3600)
+    assert (sites.heartbeat_of(former) is not None) is counts
+    assert _read_heartbeats(documents, clock.now(), None).keys() == {new, *([former] if counts else [])}
 
 
 @asynccontextmanager
