@@ -215,12 +215,13 @@ async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
 
 
 def _limits(account: Mapping[str, Any]) -> DoctorFinding:
-    limits, full, texts = account.get("limits") or {}, [], []
-    for name in ("storage", "memory", "streams", "consumers"):
-        limit, now = int(limits.get(f"max_{name}", -1)), int(account.get(name, 0))
-        texts.append(f"{name} {now}" + (f" of {limit}" if limit > 0 else ""))
-        if limit > 0 and now >= limit * NEARLY_FULL_RATIO:
-            full.append(f"{name} {now} of {limit}")
+    full, texts = list[str](), list[str]()
+    for tier, used in [("", account), *(account.get("tiers") or {}).items()]:
+        for name in ("storage", "memory", "streams", "consumers"):
+            limit, now = int((used.get("limits") or {}).get(f"max_{name}", -1)), int(used.get(name, 0))
+            texts.append(f"{tier} {name} {now}".lstrip() + (f" of {limit}" if limit > 0 else ""))
+            if limit > 0 and now >= limit * NEARLY_FULL_RATIO:
+                full.append(texts[-1])
     if not full:
         return ok("nats", "jetstream", ", ".join(texts))
     meaning = "the account is near its limit: then targets refuse messages, and no bucket or consumer can be made"

@@ -3,6 +3,7 @@
 import pytest
 
 from common import doctor
+from common.doctor_cli import _limits
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.port import LifecycleRule
 from common.objects.s3_transfer import enabled_rules
@@ -71,6 +72,18 @@ def test_rules_of_a_bucket_are_read_in_all_their_forms() -> None:
         LifecycleRule("", "", aborts_uploads=True),
     ]
     assert enabled_rules({}) == []
+
+
+def test_the_limits_of_a_tier_count_as_those_of_the_account() -> None:
+    limits = {"max_storage": 100, "max_streams": 100, "max_memory": -1}
+    account = {
+        "storage": 95,
+        "streams": 3,
+        "limits": {},
+        "tiers": {"R3": {"storage": 95, "streams": 3, "limits": limits}},
+    }
+    assert _limits(account).found == "R3 storage 95 of 100"
+    assert _limits(account | {"tiers": None}).state == "ok"
 
 
 def test_a_rule_counts_where_it_may_meet_keys_of_floe() -> None:
