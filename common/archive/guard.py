@@ -158,7 +158,8 @@ class ParquetLimits:
     `footer_bytes`: stored size of the Parquet metadata. `row_groups`, `columns`: their number.
     `footer_value_bytes`: one string in the metadata, Floe's own footer included. `metadata_values`: numbers,
     strings and lists in the metadata. `row_group_bytes`: decoded bytes of one row group, of one page and of
-    one dictionary; a row group as the writer makes it, with the largest message on top, fits.
+    one dictionary; a row group as the writer makes it, with the largest message on top, fits. `row_group_rows`: rows of
+    one row group, none smaller than the writer counts it.
     `page_header_bytes`: one page header. `batch_bytes`, `batch_rows`: the intended size of one batch; a large
     message, or rows of very uneven size, make it larger, but never larger than a row group.
     """
@@ -169,6 +170,7 @@ class ParquetLimits:
     footer_value_bytes: int = MIB
     metadata_values: int = 1_000_000
     row_group_bytes: int = _ROW_GROUP_BYTES_OLD + MAX_MESSAGE_BYTES + 64 * MIB
+    row_group_rows: int = _ROW_GROUP_BYTES_OLD // WRITER_ROW_BYTES
     page_header_bytes: int = 64 * 1024
     batch_bytes: int = 8 * MIB
     batch_rows: int = 16_384
@@ -314,12 +316,15 @@ def _count(fields: Struct, number: int) -> int:
 
 
 def check_shape(metadata: Metadata, columns: int, limits: ParquetLimits) -> None:
-    """Raise SegmentCorrupt for too many row groups or `columns`, for empty row groups, and for counts that disagree."""
-    groups = ("row groups", len(metadata.groups), limits.row_groups)
-    for what, found, most in (groups, ("columns", columns, limits.columns)):
+    """Raise SegmentCorrupt for too many row groups, rows in one or `columns`, for empty ones, and for a wrong sum."""
+    counts = [group.rows for group in metadata.groups]
+    for what, found, most in (
+        ("row groups", len(counts), limits.row_groups),
+        ("rows in a row group", max(counts, default=0), limits.row_group_rows),
+        ("columns", columns, limits.columns),
+    ):
         if found > most:
             raise bomb_error(f"expected at most {most} {what}, found {found}")
-    counts = [group.rows for group in metadata.groups]
     if min(counts, default=1) < 1 or sum(counts) != metadata.rows:
         cause = f"expected {metadata.rows} rows in row groups of at least 1, found {counts[:8]}"
         raise SegmentCorrupt(cause, code="E-SEG-META")

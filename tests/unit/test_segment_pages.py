@@ -123,6 +123,8 @@ def test_pages_that_only_cost_time_are_refused() -> None:
         walked(page(1) * 65, rows=65)
     assert walked(page(256) * 500, rows=500 * 256) == 5000
     assert walked(page(1, plain=64 * 1024, stored=1) * 500, rows=500) == 500 * 64 * 1024
+    with pytest.raises(SegmentCorrupt, match="at most 2097152 rows in a row group"):  # two bytes can claim 2**44
+        guard.check_shape(guard.Metadata(2**44, (guard.Group(2**44, 10, ()),), {}), 0, ParquetLimits())
 
 
 # The structures themselves
