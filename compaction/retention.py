@@ -4,8 +4,9 @@
 
 The plan is a pure function of a chain's cover, its rule and the targets' positions: leading stretches of the cover are
 deleted while they are due; the last one stays. A segment is as old as its newest message, and never younger than its
-object: a merge makes objects young, and a source's clock may be ahead. Footers are read only of the segments that are
-deleted and of the first that stays: an object that is old enough needs none.
+object: a merge makes objects young, and a source's clock may be ahead. Both times must be before `keep_from`: the
+clock may be behind too. Footers are read only of the segments that are deleted and of the first that stays; without
+`keep_from`, an object that is old enough needs none.
 
 A capture of the stream beside its messages is deleted if no restore of the remaining messages would take it.
 
@@ -16,9 +17,10 @@ that it needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,7 +44,7 @@ log = get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class RetentionRule:
     """Limits of one feed. `max_age`: seconds, `max_bytes`: stored; 0: no limit. `keep_from_ns`: no message from this
-    time on (ns since 1970 UTC) is deleted; None: no such time.
+    time on (ns since 1970 UTC) is deleted, by its own time or by that of its object; None: no such time.
     """
 
     max_age: float = 0.0
@@ -145,21 +147,16 @@ def plan_floor(
 def _due(
     stretches: Iterable[Stretch[SegmentRef]], rule: RetentionRule, now: float, excess: int, newest: NewestTimeOf
 ) -> Iterator[Stretch[SegmentRef]]:
+    expiry = now - rule.max_age
+    keep_from = math.inf if rule.keep_from_ns is None else rule.keep_from_ns / NS_PER_S
     for stretch, _ in pairwise(stretches):  # the last one stays
-        segment = stretch.segment
-        is_before = _is_before(segment, newest)
-        if excess <= 0 and not (rule.max_age and is_before(now - rule.max_age)):
+        segment, when = stretch.segment, cache(partial(newest, stretch.segment))
+        if excess <= 0 and not (rule.max_age and (segment.modified < expiry or when() < expiry)):
             return
-        if rule.keep_from_ns is not None and not is_before(rule.keep_from_ns / NS_PER_S):
+        if segment.modified >= keep_from or (rule.keep_from_ns is not None and when() >= keep_from):
             return
         excess -= segment.size
         yield stretch
-
-
-def _is_before(segment: SegmentRef, newest: NewestTimeOf) -> Callable[[float], bool]:
-    """Return a predicate: True if all of the segment is from before a moment. It reads the footer at most once."""
-    when = cache(lambda: newest(segment))
-    return lambda moment: segment.modified < moment or when() < moment
 
 
 def unneeded_captures(captures: Sequence[CaptureRef], floor: int) -> list[CaptureRef]:
