@@ -23,6 +23,7 @@ from botocore.config import Config
 from botocore.credentials import RefreshableCredentials
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from common.clock import Clock, SystemClock
 from common.errors import (
@@ -409,7 +410,7 @@ class S3Objects:
                     return None
                 with closing(body):
                     return use(body)
-            except (BotoCoreError, TruncatedBodyError) as error:
+            except (BotoCoreError, HTTPError, TruncatedBodyError) as error:
                 cut = TruncatedBodyError(f"get {self._url(key)}: {without_paths(str(error))}")
                 if pause is None:
                     raise cut from error

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from urllib3.exceptions import SSLError
+from urllib3.response import HTTPResponse
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.open import open_objects
@@ -28,6 +30,7 @@ from tests.support.basics import SharedS3
 from tests.support.clock import ManualClock
 from tests.support.identities import authority, certificate
 from tests.support.proxies import Answer, Exchange, FaultProxy, change_body, drop, drop_after_apply, html, raw, refuse
+from tests.support.stores import raising
 
 MIB = 1024 * 1024
 OPTIONS = S3Options(attempts=2, read_timeout=20, multipart_bytes=6 * MIB, part_bytes=5 * MIB)
@@ -252,6 +255,13 @@ def test_a_wrong_body_is_never_returned(far: Far, fault: Any, kind: type[FloeErr
             far.proxy.on("get", fault, times=1)
             assert read() in (content, content[10:20]), "read again"
     assert text != LONG or copy.stat().st_size == 1001, "a copy ends behind its length"
+
+
+def test_a_body_with_a_bad_record_of_tls_is_read_again(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    far.direct.put("k", b"1")
+    read, faults = HTTPResponse.read, iter([raising(SSLError("bad record mac"))])
+    monkeypatch.setattr(HTTPResponse, "read", lambda *args, **options: next(faults, read)(*args, **options))
+    assert far.objects.get("k") == b"1"
 
 
 def test_a_head_that_is_refused_or_of_a_web_page_is_no_missing_object(far: Far) -> None:
