@@ -203,13 +203,13 @@ class Upload:
     def put_whole(self, condition: Mapping[str, Any]) -> None:
         fields = {**self.common, **self._checksum_of(self.body, self.sha256), **condition}
         with nullcontext(self.body) if isinstance(self.body, bytes) else self.body.open("rb") as body:
-            self._expect_etag(self.client.put_object(**self.target, Body=body, **fields))
+            self._require("ETag", self.client.put_object(**self.target, Body=body, **fields))
 
     def send_parts(self, part_bytes: int) -> list[dict[str, Any]]:
         """Begin a multipart upload and send all parts; nothing of it is visible before `commit`."""
         algorithm = {} if self.checksum == "none" else {"ChecksumAlgorithm": "SHA256"}
         begun = self.client.create_multipart_upload(**self.target, **self.common, **algorithm)
-        self._id = begun["UploadId"]
+        self._id = self._require("UploadId", begun)
         size = max(part_bytes, -(-body_size(self.body) // MAX_PARTS))
         parts, digest = [], hashlib.sha256()
         with open_body(self.body) as file:
@@ -223,8 +223,7 @@ class Upload:
 
     def commit(self, parts: list[dict[str, Any]], condition: Mapping[str, Any]) -> None:
         fields: dict[str, Any] = {"UploadId": self._id, "MultipartUpload": {"Parts": parts}}
-        answer = self.client.complete_multipart_upload(**self.target, **fields, **condition)
-        self._expect_etag(answer)
+        self._require("ETag", self.client.complete_multipart_upload(**self.target, **fields, **condition))
         self._id = None
 
     def abort(self) -> None:
@@ -232,14 +231,15 @@ class Upload:
             upload_id, self._id = self._id, None
             self.client.abort_multipart_upload(**self.target, UploadId=upload_id)
 
-    def _expect_etag(self, answer: Mapping[str, Any]) -> None:
-        if "ETag" not in answer:
-            raise OutcomeUnknown(f"put {self.place}: not an S3 answer: no ETag")
+    def _require(self, name: str, answer: Mapping[str, Any]) -> Any:
+        if name not in answer:
+            raise OutcomeUnknown(f"put {self.place}: not an S3 answer: no {name}")
+        return answer[name]
 
     def _send_part(self, number: int, part: bytes) -> dict[str, Any]:
         fields = self._checksum_of(part, None)
         answer = self.client.upload_part(**self.target, UploadId=self._id, PartNumber=number, Body=part, **fields)
-        return {"PartNumber": number, "ETag": answer["ETag"], **fields}
+        return {"PartNumber": number, "ETag": self._require("ETag", answer), **fields}
 
     def _checksum_of(self, body: Body, sha256: str | None) -> dict[str, Any]:
         if self.checksum == "sha256":

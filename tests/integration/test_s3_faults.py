@@ -169,6 +169,8 @@ WRITES = {
     "web page": ("put", html(), 1, OutcomeUnknown, "not an S3 answer", False),
     "busy": ("put", refuse(503, "SlowDown"), 1, Unavailable, r"s3://.*/k: SlowDown", False),
     "conflict": ("put", refuse(409, "ConcurrentModification"), 1, Unavailable, "ConcurrentModification", False),
+    "nothing at the first step": ("create_upload", raw(200, b""), 7 * MIB, OutcomeUnknown, "no UploadId", False),
+    "nothing for a part": ("part", raw(200, b""), 7 * MIB, OutcomeUnknown, "not an S3 answer: no ETag", False),
     "lost part": ("part", drop(), 11 * MIB, Unavailable, "", False),
     "lost answer to the last step": ("complete", drop_after_apply(), 11 * MIB, OutcomeUnknown, "", True),
     "web page at the last step": ("complete", html(), 7 * MIB, OutcomeUnknown, "not an S3 answer", False),
