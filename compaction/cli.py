@@ -139,7 +139,7 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
         selected = select_chains(chains, what, configured_feeds(settings)) if what else known_chains(chains)
         with closing(_VerifyProgress(len(selected), SystemClock())) as bar:
             found = verify_chains(store, chains, selected, deep=deep, on_segment=bar, on_listed=bar.listed)
-        places = [place for chain in selected for place in store.layout.chain_prefixes(chain)] if what else []
+        places = [place for chain in selected for place in store.layout.chain_prefixes(chain)] if what else None
         foreign = find_foreign_keys(store.objects, store.layout, places)
     for each in found:
         each.foreign = foreign.chains[each.chain]

@@ -232,11 +232,11 @@ class ForeignKeys:
 
 
 def find_foreign_keys(
-    objects: ObjectStore, layout: Layout, prefixes: Iterable[str] = (), limit: int | None = None
+    objects: ObjectStore, layout: Layout, prefixes: Iterable[str] | None = None, limit: int | None = None
 ) -> ForeignKeys:
-    """Find the foreign keys under `prefixes` (empty: the layout's prefix), among about `limit` keys at most."""
+    """Find the foreign keys under `prefixes` (None: the layout's prefix), among about `limit` keys at most."""
     found = ForeignKeys([])
-    for page in _pages(objects, list(prefixes) or [layout.root], limit):
+    for page in _pages(objects, [layout.root] if prefixes is None else prefixes, limit):
         if limit is not None and found.examined >= limit:
             found.is_complete = False
             break

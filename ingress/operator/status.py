@@ -195,7 +195,7 @@ async def centre_view(settings: Settings) -> StatusView:
 
 async def _foreign_notes(store: SegmentStore, threads: ThreadPool) -> Sequence[str]:
     with suppress(FloeError):
-        return (await threads.run(find_foreign_keys, store.objects, store.layout, (), MAX_FOREIGN_KEYS)).lines()
+        return (await threads.run(find_foreign_keys, store.objects, store.layout, None, MAX_FOREIGN_KEYS)).lines()
     return ()
 
 

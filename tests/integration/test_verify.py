@@ -292,5 +292,6 @@ def test_foreign_keys_are_counted_and_named(tmp_path: Path, s3: SharedS3, monkey
     assert f"does not read: {len(JUNK)}" in found.lines()[0]
     places = archive.layout.chain_prefixes(CHAIN)
     assert sorted(find_foreign_keys(archive.objects, archive.layout, places).keys) == [JUNK[2], JUNK[4]]
+    assert find_foreign_keys(archive.objects, archive.layout, []).keys == [], "of a feed without an archive"
     assert ForeignKeys(["a\nerror: b"], 1, 1).lines()[1] == "  a\\nerror: b"
     assert not find_foreign_keys(archive.objects, archive.layout, limit=2).is_complete
