@@ -269,8 +269,9 @@ class Compaction:
                 self._plan_and_merge(chains, selection, damaged | found)
             self._prune(chains, self._grace)
         self._report.failures = list(dict.fromkeys(self._report.failures))
-        # A run over one level does not see the problems of the other levels.
-        self._split_known_failures(chains if selection.level is None else [])
+        # A run over one level does not see the problems of the other levels, one over a part of a feed not retention's.
+        sees_retention = retention is None or self._grace is None or self._may_expire(selection)
+        self._split_known_failures(chains if selection.level is None and sees_retention else [])
         failpoint("compaction.done")
         return self._report
 

@@ -174,6 +174,7 @@ def test_a_corrupt_floor_deletes_nothing_and_is_logged_once(site: Site):
     site.objects.put(site.layout.floor_document(CHAIN), b"{}")
     site.configure(max_age="30d")
     assert "E-STATE-JSON" in site.floe("compact", "us-east/NODES", code=3).err
+    site.floe("compact", "us-east/NODES/0/0")  # without retention
     assert "reported before" in site.floe("compact", "us-east/NODES").err
     assert len(site.ranges()) == 5
 
