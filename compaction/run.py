@@ -367,10 +367,11 @@ class Compaction:
 
     def _late(self, found: Iterable[Block]) -> Iterator[list[SegmentRef]]:
         """Yield groups of segments that overlap in part: one that had not read some rows, with those that have them."""
+        store = self._store.with_partial_reads(always=True)  # of most, the footer is enough
         for block in unsuperseded_overlaps(found):
             for stretch in cover(block, 1):
                 # Unreadable or forked segments are reported at their merge or verification.
-                with suppress(DataError), open_stretch(self._store, stretch, refs=block) as reader:
+                with suppress(DataError), open_stretch(store, stretch, refs=block) as reader:
                     others = {part.segment.key: part.segment for part in reader.late_parts()}
                     if others:
                         yield [stretch.segment, *others.values()]

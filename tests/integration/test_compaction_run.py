@@ -29,7 +29,7 @@ from compaction.tombstones import TombstoneStore
 from tests.integration.test_compaction_cli import Site
 from tests.support.basics import raises_code, seeded
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, TestPolicy, begun, rows
-from tests.support.stores import FaultyStore, raising
+from tests.support.stores import CountingObjects, FaultyStore, raising
 
 
 @pytest.fixture
@@ -341,6 +341,14 @@ def test_a_preview_shows_the_effects_of_a_run_with_a_read_only_credential(archiv
         assert [str(each.coverage) for each in survey.deletable] == going
         run(archive, grace=3600)
         archive.age(tombstones(archive)[0], 4000)
+
+
+def test_a_preview_reads_footers_of_segments_that_overlap(archive: Archive, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("common.archive.store.BLOCK_BYTES", 1000)
+    size = sum(archive.put(first, first + 1999).size for first in (1, 1001))
+    reader = Archive(archive.folder, objects := CountingObjects(archive.folder / "store"))
+    compaction(reader, NEVER).preview(Selection(), time.time())
+    assert 0 < objects.read < size / 3
 
 
 # Snapshots, which egress may not delete
