@@ -176,7 +176,7 @@ def check(
     egress      time until the source expires unarchived messages  1d            6h
     ingress     age of the oldest message that is not delivered    15m           1h
     archive     time since the last heartbeat of egress            1m            1h
-    compaction  age of the oldest segment that waits for a merge   max_wait +1d  +3d
+    compaction  time since a merge was due and did not come        1d            3d
 
     \b
     Examples:

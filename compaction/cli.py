@@ -163,16 +163,13 @@ def check_compaction(settings: Settings, given: Thresholds) -> CheckResult:
     """Check the bucket: the segments that a run of compaction would merge now, and the time that they have waited.
 
     Lists all segments, and reads the results that the last runs left there: the time of the last success. `given`
-    without values: a day and three days after the last success; for waiting segments, these times beyond the longest
-    `max_wait` of the levels.
+    without values: a day and three days after the last success, and after the oldest of the merges was due.
     """
     from common.archive.documents import run_of
     from compaction.run import Compaction, LocalRunner, Selection
 
     levels, now = settings.compaction.levels, SystemClock().now()
-    longest = max((level.max_wait for level in levels), default=0.0)
-    limits = thresholds(given, (longest + DAY_S, longest + 3 * DAY_S))
-    succeeded = thresholds(given, (DAY_S, 3 * DAY_S))  # a run that has nothing to do succeeds too
+    limits = thresholds(given, (DAY_S, 3 * DAY_S))  # a run that has nothing to do succeeds too
     with closing(open_for_view(settings)[0]) as store:
         surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None), now)
         merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})
@@ -180,8 +177,9 @@ def check_compaction(settings: Settings, given: Thresholds) -> CheckResult:
         small = (ref.modified for survey in surveys for page in store.pages(survey.chain, 0) for ref in page)
         oldest = min(small, default=now)
         runs = open_chains(settings).runs()
-    waiting = [segment for survey in surveys for output in survey.outputs for segment in output.inputs]
-    age = now - min((segment.modified for segment in waiting), default=now)
+    outputs = [output for survey in surveys for output in survey.outputs]
+    waiting = [segment for output in outputs for segment in output.inputs]
+    age = now - min((output.due for output in outputs), default=now)
     ranges = f"{limits[0]:.0f}", f"{limits[1]:.0f}"
     last = "no merge yet" if done is None else f"the last merge was {now - done:.0f} s ago"
     result = CheckResult(f"{len(waiting)} segments wait for a merge; {last}", [
@@ -199,15 +197,14 @@ def check_compaction(settings: Settings, given: Thresholds) -> CheckResult:
     found = [run for survey in surveys if (run := run_of(runs, survey.chain)) is not None]
     if not found:
         text = f"no run is recorded, and the oldest segment is {now - oldest:.0f} s old"
-        result.check_limit(text, now - oldest, *succeeded)
+        result.check_limit(text, now - oldest, *limits)
         return result
     done = min(run.succeeded or 0 for run in found)
     if done == 0:
         result.add_problem(CheckState.CRITICAL, "no run has succeeded yet")
     else:
-        bounds = (f"{each:.0f}" for each in succeeded)
-        result.performance_data.append(PerformanceValue("last_success", now - done, "s", *bounds))
-        result.check_limit(f"no run has succeeded for {now - done:.0f} s", now - done, *succeeded)
+        result.performance_data.append(PerformanceValue("last_success", now - done, "s", *ranges))
+        result.check_limit(f"no run has succeeded for {now - done:.0f} s", now - done, *limits)
     return result
 
 

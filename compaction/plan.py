@@ -168,10 +168,13 @@ Block = tuple[SegmentRef, ...]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A segment to make. `inputs`: ascending by coverage, without a hole between them, never empty."""
+    """A segment to make. `inputs`: ascending by coverage, without a hole between them, never empty. `due`: the time
+    from which they, or the first of them, were to be merged.
+    """
 
     level: int
     inputs: tuple[SegmentRef, ...]
+    due: float = field(default=0.0, compare=False)
 
     @property
     def chain(self) -> Chain:
@@ -233,7 +236,7 @@ class Planner:
         return outputs
 
     def end(self) -> list[Output]:
-        return self._close(is_full=False)
+        return self._close()
 
     def _take(self, block: SegmentBlock) -> list[Output]:
         outputs: list[Output] = []
@@ -241,15 +244,15 @@ class Planner:
         if is_young or block.first != self._group.last + 1:
             outputs = self.end()
         elif self._group.blocks and not self._group.has_room(block, self._policy):
-            outputs = self._close(is_full=True)
+            outputs = self._close(full_at=block.newest + self._policy.min_age)
         if not is_young:
             self._group.add(block)
         return outputs
 
-    def _close(self, *, is_full: bool) -> list[Output]:
+    def _close(self, full_at: float = math.inf) -> list[Output]:
         closed, self._group = self._group, _Group()
-        is_due = closed.is_due(self._policy, self._now, is_full=is_full)
-        return [Output(self._policy.to, tuple(closed.segments))] if is_due else []
+        due = closed.due(self._policy, full_at)
+        return [Output(self._policy.to, tuple(closed.segments), due)] if due <= self._now else []
 
 
 def unite(late: Iterable[Iterable[SegmentRef]], until: float = math.inf) -> list[Output]:
@@ -264,8 +267,8 @@ def unite(late: Iterable[Iterable[SegmentRef]], until: float = math.inf) -> list
         for segment in found:
             by_chain[segment.chain][segment.key] = segment
     together = [block for _, one in sorted(by_chain.items()) for block in blocks(one.values())]
-    old_before = [block for block in together if max(s.modified for s in block) <= until]
-    outputs = [Output(1 + max(s.level for s in block), block) for block in old_before]
+    newest = ((block, max(s.modified for s in block)) for block in together)
+    outputs = [Output(1 + max(s.level for s in block), block, stored) for block, stored in newest if stored <= until]
     return [output for output in outputs if output.level <= MAX_LEVEL]
 
 
@@ -297,7 +300,6 @@ class _Group:
     blocks: list[SegmentBlock] = field(default_factory=list)
     segments: list[SegmentRef] = field(default_factory=list)
     size: int = 0
-    oldest: float = math.inf
 
     @property
     def last(self) -> int:
@@ -308,19 +310,25 @@ class _Group:
         self.blocks.append(block)
         self.segments += block.segments
         self.size += block.size
-        self.oldest = min(self.oldest, block.oldest)
 
     def has_room(self, block: SegmentBlock, policy: LevelSettings) -> bool:
         fits = self.size + block.size <= policy.max_size
         return fits and len(self.segments) + len(block.segments) <= policy.max_count
 
-    def is_due(self, policy: LevelSettings, now: float, *, is_full: bool) -> bool:
-        """True if it is merged as it is. `is_full`: the next block does not fit."""
-        count = len(self.segments)
-        # A single segment is promoted only for its size: rewriting it alone for its count would gain nothing.
-        if (count and self.size >= policy.min_size) or (count > 1 and (is_full or count >= policy.max_count)):
-            return True
-        return count >= max(policy.min_count, 2) and now > self.oldest + policy.max_wait
+    def due(self, policy: LevelSettings, full_at: float) -> float:
+        """Return the time from which it is merged, or its first blocks were; inf if it needs more of them. `full_at`:
+        the time from which the next block, which does not fit, is old enough.
+        """
+        count, size, old_at, oldest, due = 0, 0, 0.0, math.inf, math.inf
+        for block in self.blocks:
+            count, size = count + len(block.segments), size + block.size
+            old_at, oldest = max(old_at, block.newest + policy.min_age), min(oldest, block.oldest)
+            # A single segment is promoted only for its size: rewriting it alone for its count would gain nothing.
+            if size >= policy.min_size or count >= max(policy.max_count, 2):
+                return min(due, old_at)
+            if count >= max(policy.min_count, 2):
+                due = min(due, max(old_at, oldest + policy.max_wait))
+        return min(due, full_at) if count > 1 else due
 
 
 def blocks(segments: Iterable[SegmentRef]) -> Iterator[Block]:

@@ -194,6 +194,8 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     await checked("compaction", "-c", config, "--warning", "1m", "--critical", "1h", code=2)
     assert archive.objects.list("") == before, "a check needs no right to write"
     await ran("compact", "-c", config)
+    for first, age in ((41, 10**6), (51, 10**6), (61, 100)):
+        archive.put(first, first + 9, age=age)  # a quiet feed: until the third there is nothing to merge
     line = await checked("compaction", "-c", config, *limits, code=0)
     assert ("last_success=" in line, "the last merge was" in line) == (True, True)
     documents.write_run(None, None, CompactionRun(time.time(), 1.0, 75, time.time() - 7200))

@@ -53,7 +53,7 @@ DUE = {
     "a run below min_size": (tens(9), {}, ""),
     "a run of min_size": (tens(10), {}, "1..100"),
     "a run of max_count": (tens(5), {"max_count": 5}, "1..50"),
-    "an oldest that may wait": (tens(3, age=1000), {}, ""),
+    "an oldest that may wait": (tens(3, age=999), {}, ""),
     "an oldest that has waited": ([*tens(2, age=500), ref(21, 30, age=1001)], {}, "1..30"),
     "too few, however old": (tens(2, age=10**9), {}, ""),
     "one alone for its age or count": ([ref(1, 10, age=10**9)], {"min_count": 1, "max_count": 1}, ""),
@@ -73,6 +73,14 @@ DUE = {
 @pytest.mark.parametrize(("segments", "settings", "due"), DUE.values(), ids=DUE)
 def test_what_is_due_is_merged_and_nothing_else(segments: list[SegmentRef], settings: dict[str, Any], due: str):
     assert ranges(plan(segments, TestPolicy(**settings), NOW)) == due.split()
+
+
+@pytest.mark.parametrize(
+    ("count", "since"), [(1, 0), (2, 100 - 60), (3, 5000 - 1000), (9, 5000 - 1000), (10, 5000 - 60)]
+)
+def test_a_merge_is_due_from_the_time_at_which_its_first_segments_were_enough(count: int, since: int):
+    outputs = plan([*tens(count, age=5000), ref(count * 10 + 1, count * 10 + 10, age=100)], TestPolicy(), NOW)
+    assert [NOW - output.due for output in outputs] == [since] * (count > 1)
 
 
 def test_an_output_names_its_level_and_inputs_and_leaves_the_level_of_its_log_line_alone():
