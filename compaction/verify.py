@@ -177,7 +177,7 @@ class _Verification:
 
     `_after_end`: segments that reach beyond the end of the incarnation, `_end`. `_first`: the sequence at which the
     chain must begin, None if unknown; `_tail`: the end that its tail states, 0 if there is no tail. `_absent`: keys of
-    missing documents.
+    missing documents. `_is_outdated`: a listed segment was gone.
     """
 
     def __init__(
@@ -193,6 +193,7 @@ class _Verification:
         self._first: int | None = None
         self._end: int | None = None
         self._tail = self._other_partitions = 0
+        self._is_outdated = False
 
     def begin(self) -> SegmentTable:
         """Read the documents; then list and return the segments."""
@@ -309,6 +310,8 @@ class _Verification:
                     self._on_segment(segment, footer)
                 elif footer is not None:
                     self._report.problems.append(footer)
+                else:
+                    self._is_outdated = True
         return footers
 
     def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
@@ -389,12 +392,22 @@ class _Verification:
         # Read at the end: sequences that retention has deleted meanwhile are no hole.
         floor = self._read(lambda: self._chains.read_floor(self.chain))
         self._first = max(self._first, floor or 1) if self._first else floor
+        if self._is_outdated:
+            self._add_later()
         report.levels = dict(sorted(report.levels.items()))
         self._check_coverage()
         self._check_end()
         report.accepted += self._accepted_in_groups
         report.problems += self._cross_problems
         return report
+
+    def _add_later(self) -> None:
+        """Cover holes with sound segments that were put since the listing: they may replace those that are gone."""
+        table = self._store.table(self.chain)
+        left = self._covered.holes(SequenceRange(1, max(table.end, 1)))
+        for segment in (s for s in table if any(s.coverage.overlaps(hole) for hole in left)):
+            if isinstance(check_segment(self._store, segment, deep=self._deep), Footer):
+                self._covered.add(segment.coverage)
 
     def _check_coverage(self) -> None:
         stretches = self._covered.stretches()
