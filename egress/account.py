@@ -14,7 +14,7 @@ from common.errors import FloeError, Refused
 from common.logs import get_logger
 from common.nats.api import LIMITS, SCRATCH_PREFIX, StreamInfo, check_token, query_message, stream_info, stream_names
 from common.nats.client import FloeClient
-from common.nats.headers import SOURCE_HEADER, header_value
+from common.nats.headers import SOURCE_HEADER, header_value, is_replayed
 from common.settings.egress import MQTT_PREFIX, FeedSettings
 from common.settings.root import Settings
 from common.settings.types import format_count
@@ -35,13 +35,17 @@ PATTERN_RETRY_S = 60.0  # the same if patterns need the answer
 
 @dataclass(frozen=True, slots=True)
 class AccountStream:
-    """A stream of the account. `info`: None if it may not be read, or needs not be; `is_copy`: its last message was
-    copied by Floe.
-    """
+    """A stream of the account. `info`: None if it may not be read, or needs not be; `headers`: of its last message."""
 
     name: str
     info: StreamInfo | None = None
-    is_copy: bool = False
+    headers: bytes | None = None
+
+    @property
+    def is_copy(self) -> bool:
+        """True if Floe copied its last message from another stream. One that it replayed into its own is no copy."""
+        block = self.headers
+        return block is not None and header_value(block, SOURCE_HEADER) is not None and not is_replayed(block)
 
     @property
     def may_change(self) -> bool:
@@ -190,8 +194,8 @@ class AccountListing:
         except FloeError as error:
             log.debug("stream not inspected", action="stream_uninspected", stream=name, error=str(error))
             return error
-        is_copy = message is not None and header_value(message.headers, SOURCE_HEADER) is not None
-        self._known[name] = AccountStream(name, info, is_copy), self._clock.monotonic()
+        headers = None if message is None else message.headers
+        self._known[name] = AccountStream(name, info, headers), self._clock.monotonic()
         return None
 
     async def _permitted(self, call: str, stream: str, request: Callable[[], Awaitable[T]]) -> T | None:

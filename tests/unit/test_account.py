@@ -15,10 +15,13 @@ from common.settings.root import Settings
 from common.subjects import common_name, name_matches
 from egress.account import AccountStream, plan_account, uncovered_text
 
+COPY = b"NATS/1.0\r\nFloe-Source: eu S 0000 0 9 1700000000000000000\r\n\r\n"
+REPLAYED = COPY[:-2] + b"Floe-Replay: 3f0c9a1be27d4455\r\n\r\n"
 
-def stream(name: str = "S", messages: int = 1, *, is_copy: bool = False, **config: Any) -> AccountStream:
+
+def stream(name: str = "S", messages: int = 1, headers: bytes | None = None, **config: Any) -> AccountStream:
     info = StreamInfo(name, "2026-01-01T00:00:00Z", {"name": name, **config}, 1, messages, messages, "", "", "")
-    return AccountStream(name, info, is_copy)
+    return AccountStream(name, info, headers)
 
 
 def settings(*feeds: dict[str, Any], **egress: Any) -> Settings:
@@ -29,7 +32,7 @@ def settings(*feeds: dict[str, Any], **egress: Any) -> Settings:
 EXEMPT = (
     *map(stream, ("ORDERS", "TMP_1", "KV_FLOE_STATE", "KV_OURS", "FLOE_DRILL_1", "$MQTT_sess")),
     *(stream("KV_THEIRS", metadata={BUCKET_KEY: "leases"}), stream(metadata={RESTORE_KEY: "x"})),
-    *(stream(mirror={"name": "ORDERS"}), stream(is_copy=True)),
+    *(stream(mirror={"name": "ORDERS"}), stream(headers=COPY)),
 )
 OTHERS = stream(), stream("KV_CONFIG"), stream("OBJ_FILES"), stream("TMP")
 
@@ -50,7 +53,8 @@ ENTRIES = [
     (stream(retention="workqueue"), {}, False, "retention workqueue"),
     (stream(retention="workqueue"), {"retention": ["limits", "workqueue"]}, True, None),
     (stream(), {"retention": ["workqueue"]}, False, "retention limits"),
-    (stream(is_copy=True), {"relay": True}, True, None),
+    (stream(headers=COPY), {"relay": True}, True, None),
+    (stream(headers=REPLAYED), {}, True, None),
     (stream(mirror={"name": "X"}), {"mirrors": True}, True, None),
     (stream("$MQTT_msgs"), {"streams": ["*", "$MQTT_m*"]}, True, None),
     (stream("A"), {"except": "A"}, False, None),
