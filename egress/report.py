@@ -131,15 +131,13 @@ class FeedReport:
         for gauge, field in figures:
             gauge.labels(*self._labels).set_function(partial(self._figure, field))
         metrics.waiting.labels(*self._labels).set_function(lambda: float(self._is_waiting or self._is_store_silent()))
-        of_chain = (
-            metrics.stopped,
-            metrics.source_gone,
-            metrics.lost,
-            metrics.lease_held,
-            metrics.unverified,
-            metrics.put_done,
-        )
-        for each in (*of_chain, metrics.damaged, metrics.stalled):
+        self._set(metrics.put_done, 0)
+        self._reset_gauges()
+
+    def _reset_gauges(self) -> None:
+        """Set the gauges that only the holder of the lease reports to 0."""
+        of_source = metrics.source_gone, metrics.unverified, metrics.drifted
+        for each in (metrics.lease_held, metrics.stopped, metrics.stalled, metrics.lost, metrics.damaged, *of_source):
             self._set(each, 0)
 
     def _is_store_silent(self) -> bool:
@@ -168,7 +166,8 @@ class FeedReport:
         self.set_state(state, ready=False, reason=error.message, hint=error.hint, code=error.code)
 
     def set_standby(self, holder: str | None) -> None:
-        self._set(metrics.lease_held, 0)
+        self._reset_gauges()
+        self._is_stalled = False
         self._seconds_left = lambda: math.inf  # the holder of the lease reports it
         if self._status.get("state") == "waiting":
             self._log_recovery()

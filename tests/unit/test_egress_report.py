@@ -132,6 +132,14 @@ def test_a_chain_waits_while_the_store_is_silent_unless_another_works_on_it(feed
     assert feed.count(metrics.waiting) == 0
 
 
+def test_a_standby_reports_no_trouble_of_the_chain_it_had(feed: Feed) -> None:
+    gauges = metrics.lease_held, metrics.stopped, metrics.stalled, metrics.lost, metrics.damaged, metrics.source_gone
+    for each in gauges:
+        each.labels("s", feed.chain.feed, "0").set(1)
+    feed.report.set_standby("another")
+    assert [*map(feed.count, gauges)] == [0] * 6
+
+
 def test_a_chain_is_not_ready_while_a_stop_is_confirmed_and_keeps_one_it_has(feed: Feed) -> None:
     feed.report.set_reading(feed.chain, 5, 4)
     feed.report.set_checking("sequence 4 is not as archived")
