@@ -173,14 +173,10 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
     from common.observe.observation import unarchived
     from common.observe.page import parts_of
     from egress.account import uncovered_part, uncovered_text
+    from egress.status import parts_by_chain
 
     parts = parts_of(document)
-    feeds: dict[str, Mapping[str, Any]] = {}
-    for name, part in parts.items():
-        # Each worker shows every chain: the one that has it counts, the others are on standby.
-        of = re.sub(r" \(worker \d+\)$", "", name.removeprefix("egress "))
-        if "stream" in part and (of not in feeds or part.get("state") != "standby"):
-            feeds[of] = part
+    feeds = parts_by_chain(document)
     behind = sum(
         unarchived(each.get("source_last"), each.get("end"), each.get("first", 1)) or 0 for each in feeds.values()
     )

@@ -15,6 +15,8 @@ from common.settings.egress import FeedSettings
 from common.settings.loader import changed_keys
 from common.settings.root import Settings
 
+THIS_INSTANCE = "this instance"  # the holder of a lease in the /status of its process
+
 _EPHEMERAL = re.compile(r"floe-(?:start-)?[0-9a-f]{16}")
 _DURABLE = re.compile(r"(floe_.+_([0-9]{1,5})_[0-9a-f]{16})_[0-9a-f]{8}")
 

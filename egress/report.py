@@ -31,7 +31,7 @@ from common.tasks import record_unexpected
 from egress import metrics
 from egress.builder import ClosedBy, OpenSegment
 from egress.identity import CODES, Evidence, SourceVerdict, VerdictKind
-from egress.partition import Partition
+from egress.partition import THIS_INSTANCE, Partition
 
 log = get_logger(__name__)
 
@@ -193,7 +193,7 @@ class FeedReport:
 
     def set_starting(self) -> None:
         self._set(metrics.lease_held, 1)
-        self.set_state("starting", ready=False, reason="starting", holder="this instance")
+        self.set_state("starting", ready=False, reason="starting", holder=THIS_INSTANCE)
 
     def follow(self, chain: Chain) -> None:
         """Report on this incarnation from now on, including the errors that stop it."""

@@ -28,7 +28,7 @@ from common.settings.egress import EgressMonitorSettings, FeedSettings
 from common.settings.root import Settings
 from common.settings.types import StyledCell, duration_words, size_words
 from egress.account import deleted_text, uncovered_text
-from egress.partition import Partition, all_partitions, lease_key
+from egress.partition import THIS_INSTANCE, Partition, all_partitions, lease_key
 
 NOT_HELD, UNKNOWN = "not held", "unknown"  # states of a partition without a process that reports
 FROM_MONITOR = "monitor"
@@ -228,13 +228,30 @@ def _read_monitor(settings: EgressMonitorSettings) -> dict[str, Any] | None:
 def chains_of_status(document: Mapping[str, Any], site: str) -> dict[Chain, dict[str, Any]]:
     """Return the parts of a /status, also that of several workers, for the chains of `site` that it has."""
     found: dict[Chain, dict[str, Any]] = {}
+    for name, status in parts_by_chain(document).items():
+        feed, _, number = name.partition("/")
+        if status.get("site") == site and status.get("state", STANDBY) != STANDBY:
+            found[Chain(site, feed, partition=int(number or 0))] = status
+    return found
+
+
+def parts_by_chain(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the part of each chain in a /status, by `FEED` or `FEED/PARTITION`. Each worker shows every chain: the
+    holder of its lease counts, else one that is not on standby.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for each in document.get("workers", {"": document}).values():
         for part, status in each.get("parts", {}).items():
             role, _, name = part.partition(" ")
-            feed, _, number = name.partition("/")
-            if role == "egress" and status.get("site") == site and status.get("state", STANDBY) != STANDBY:
-                found[Chain(site, feed, partition=int(number or 0))] = status
+            if role == "egress" and (name not in found or _weight(status) >= _weight(found[name])):
+                found[name] = status
     return found
+
+
+def _weight(status: Mapping[str, Any]) -> int:
+    if status.get("state", STANDBY) == STANDBY:
+        return 0
+    return 2 if status.get("holder") == THIS_INSTANCE else 1
 
 
 def _read_store(documents: ChainStore, site: str, now: float) -> StoreState:

@@ -148,6 +148,7 @@ OK, WARNING, CRITICAL, UNKNOWN = CheckState
 
 def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dict[str, Any]:
     part = {"stream": "NODES", "state": "reading", "code": "", "end": 90, "source_last": 100, **feed}
+    part["holder"] = "this instance"
     parts = {"egress NODES": part, "sharing": {"owner": "me", "held": []}}
     return {"parts": parts, "problems": list(problems), "heartbeat_age_seconds": age}
 
@@ -171,7 +172,8 @@ EGRESS_RESULTS = [
 
 @pytest.mark.parametrize(("document", "expiry", "state", "shown"), EGRESS_RESULTS)
 def test_egress(document: dict[str, Any], expiry: float, state: CheckState, shown: str) -> None:
-    for found in (document, {**document, "parts": {}, "workers": {"0": document}}):
+    idle = {"parts": {"egress NODES": {"stream": "NODES", "state": "waiting"}}}  # NATS does not answer it
+    for found in (document, {**document, "parts": {}, "workers": {"0": document, "1": idle}}):
         result = judge_egress(found, expiry, 86_400, 21_600)
         assert result.state is state
         assert shown in result.line().partition(" | ")[0]

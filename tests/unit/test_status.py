@@ -156,11 +156,12 @@ def test_what_the_stream_had_before_the_chain_begins_is_not_owed():
 
 
 def test_those_pages_of_several_workers_count_that_have_the_partition():
-    one = {"site": "us-east", "state": "reading"}
+    one = {"site": "us-east", "state": "reading", "holder": "this instance"}
     pages = {
         "0": {"parts": {"egress NODES": one, "egress NODES/1": {**one, "state": "standby"}, "heartbeats": {}}},
         "1": {"parts": {"egress NODES/1": {**one, "state": "stopped"}, "egress X": {**one, "site": "eu-west"}}},
         "2": {"pid": 0},
+        "3": {"parts": {"egress NODES": {"site": "us-east", "state": "waiting"}}},  # NATS does not answer it
     }
     found = chains_of_status({"workers": pages, "version": "1"}, "us-east")
     assert {chain.partition: page["state"] for chain, page in found.items()} == {0: "reading", 1: "stopped"}
