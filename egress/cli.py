@@ -164,7 +164,7 @@ def check_egress(settings: Settings, given: Thresholds) -> CheckResult:
     limits = thresholds(given, (DAY_S, 6 * HOUR_S), at_least=True)
     document = fetch_status(settings.egress.monitor, "egress.monitor.listen", CHECK_TIMEOUT_S)
     metrics = fetch(settings.egress.monitor, "/metrics", CHECK_TIMEOUT_S)
-    left = re.findall(r"^floe_egress_expiry_seconds(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
+    left = re.findall(r"^floe_egress_expiry_seconds(?:\{.*\})? (\S+)$", metrics, re.MULTILINE)
     return judge_egress(document, min(map(float, left), default=math.inf), *limits)
 
 

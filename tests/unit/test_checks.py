@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from common.check_cli import CheckResult, CheckState, PerformanceValue, judge_ar
 from common.errors import UsageError
 from common.objects.port import ObjectInfo
 from common.observe.observation import Observation
-from egress.cli import judge_egress
+from egress.cli import check_egress, judge_egress
 from ingress.cli import judge_ingress
 from ingress.operator.status import by_incarnation
 
@@ -177,6 +178,14 @@ def test_egress(document: dict[str, Any], expiry: float, state: CheckState, show
         result = judge_egress(found, expiry, 86_400, 21_600)
         assert result.state is state
         assert shown in result.line().partition(" | ")[0]
+
+
+def test_the_time_that_a_source_has_left_is_read_for_a_feed_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = 'floe_egress_expiry_seconds{feed="A}"} 5.0\nfloe_egress_expiry_seconds{feed="B"} +Inf\n'
+    monkeypatch.setattr("common.observe.monitor.fetch_status", lambda *_: egress())
+    monkeypatch.setattr("common.observe.monitor.fetch", lambda *_: metrics)
+    settings: Any = SimpleNamespace(egress=SimpleNamespace(monitor=None))
+    assert "expires in 5 s" in check_egress(settings, (None, None)).line()
 
 
 def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = (), **chain: Any) -> dict[str, Any]:
