@@ -352,7 +352,7 @@ def source_of(info: StreamInfo) -> SourceStream:
     if not info.messages:
         return SourceStream(info.created, first, last, retention=retention, server_time_ns=at)
     times = parse_time(info.first_timestamp), parse_time(info.last_timestamp)
-    return SourceStream(info.created, first, last, *times, retention, at)
+    return SourceStream(info.created, first, last, *times, retention, at, info.deleted)
 
 
 async def confirm(

@@ -67,7 +67,7 @@ class SourceStream:
     `first`: its first sequence. `last`: the last one it assigned, even if that message is gone. `first_timestamp_ns`:
     of the first message held, None if none is. `last_timestamp_ns`: that of the last message. `retention`:
     `limits`, `interest` or `workqueue`. `server_time_ns`: the server's time of the answer, None if it is absent (before
-    2.10).
+    2.10). `deleted`: the number of sequences between `first` and `last` that it does not hold.
     """
 
     created: str
@@ -77,6 +77,7 @@ class SourceStream:
     last_timestamp_ns: int | None = None
     retention: str = "limits"
     server_time_ns: int | None = None
+    deleted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

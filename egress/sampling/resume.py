@@ -5,9 +5,10 @@
     nothing is, but another incarnation of the same stream exists            rebuilt from its rows
     anything else                                                            rebuilt from the chain's rows
 
-A stream with `limits` retention follows a snapshot if it still holds the messages from its position on; any other
-stream follows only a snapshot at the position of the chain. A state that does not come from a snapshot is stored as
-one before anything is read, so that after a crash the next start has exactly the same state.
+A stream with `limits` retention follows a snapshot if it still holds the messages from its position on. Any other
+stream, and one that has lost single messages, follows only a snapshot at the position of the chain. A state that does
+not come from a snapshot is stored as one before anything is read, so that after a crash the next start has exactly the
+same state.
 
 A rebuild reads which values were copied lately, and when: the rows of the last `inspect_duration` show it, and choices
 depend on that. They do not show when a value was seen and left out. So every value counts as just seen, and no doubtful
@@ -34,6 +35,7 @@ from common.archive.unread import around_damage, log_left_out, reading
 from common.chain import Chain
 from common.errors import DataError
 from common.logs import get_logger
+from common.nats.api import LIMITS
 from common.sequences import SequenceRange, Stretch, cover, preference
 from common.service.process import ThreadPool
 from common.subjects import matches
@@ -258,7 +260,7 @@ def _log_missing(problem: Problem) -> None:
 _REBUILD_REASONS = {
     "settings": "no snapshot matches the present sampling settings and partitions",
     "damaged": "no snapshot that the stream reaches back to can be read",
-    "source": "the stream no longer holds the messages after the last snapshot",
+    "source": "the stream no longer holds all messages after the last snapshot",
 }
 
 
@@ -331,7 +333,9 @@ class SamplerResume:
         return ResumedSampler(sampler, 0, self._first)
 
     def _first_followable(self) -> int:
-        return self._source.first if self._source.retention == "limits" else self._first
+        """Return the first sequence from which the stream is known to hold every message that it had."""
+        is_whole = self._source.retention == LIMITS and not self._source.deleted
+        return self._source.first if is_whole else self._first
 
     def _store_state(self, sampler: Sampler, newest_ns: int, outbox: tuple[Advisory, ...]) -> None:
         digest = self._sampling.digest

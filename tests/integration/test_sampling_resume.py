@@ -103,18 +103,18 @@ async def test_a_followed_snapshot_keeps_its_outbox_and_of_two_at_one_position_t
     assert (found.outbox, found.newest_ns) == (PENDING, START_NS + 900 * SECOND)
 
 
-@pytest.mark.parametrize("retention", ["workqueue", "interest"])
-async def test_a_queue_that_has_dropped_archived_messages_is_followed_from_the_position(
-    site: SampledArchive, retention: str
+@pytest.mark.parametrize("drops", [{"retention": "workqueue"}, {"retention": "interest"}, {"deleted": 1}])
+async def test_a_stream_that_has_dropped_single_archived_messages_is_followed_from_the_position(
+    site: SampledArchive, drops: dict[str, object]
 ) -> None:
     log = busy_log()
     site.archive(log, [100])
     site.save(whole(site, log, 100), 101)
-    found = await site.resume(101, 105, retention=retention)  # up to 104 were another partition's
+    found = await site.resume(101, 105, **drops)  # up to 104 were another partition's
     assert (found.is_rebuilt, found.read_from) == (False, 101)
     site.archive(log, [120], first=101)
     # One message of others is still held from before; archived ones are gone from behind it all the same.
-    assert (await site.resume(121, 7, retention=retention)).is_rebuilt
+    assert (await site.resume(121, 7, **drops)).is_rebuilt
 
 
 async def test_a_damaged_snapshot_is_left_for_the_next_older_one(site: SampledArchive, tmp_path: Path) -> None:

@@ -176,15 +176,15 @@ class SampledArchive:
         chain: Chain = CHAIN,
         first: int = 1,
         source_time_ns: int | None = None,
-        retention: str = "limits",
         objects: ObjectStore | None = None,
+        **more: Any,
     ) -> ResumedSampler:
-        """Resume as a worker does at `place`, with the source holding `source` and all behind it."""
+        """Resume as a worker does at `place`, with a source that holds `source` and all behind it, or `more`."""
         threads = ThreadPool("resume", 1)
         archive = Archive(chain, first, self.store, self.chains, None, Pools(*[threads] * 3))  # type: ignore[arg-type]
         try:
             await archive.load_all()
-            stream = SourceStream(CREATED, source, 10**6, source_time_ns, retention=retention)
+            stream = SourceStream(CREATED, source, 10**6, source_time_ns, **more)
             snapshots = self.snapshots(chain, objects)
             return await SamplerResume(self.part, archive, Position(place), stream, snapshots, self.store).run(threads)
         finally:
