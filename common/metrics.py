@@ -8,7 +8,8 @@ seconds and bytes.
 import itertools
 import platform
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -123,16 +124,31 @@ class ScrapedMetrics:
         return found
 
 
+# The counts of removed series, by counter and by the labels that they had besides those of the removal
+_REMOVED = defaultdict[MetricWrapperBase, dict[frozenset[tuple[str, str]], float]](dict)
+
+
 def counter_total(metric: Counter, **labels: str) -> float:
-    """Return the count of `metric` over all labels, or over those that have the values `labels`."""
+    """Return the count of `metric` over all labels, or over those that have the values `labels`; also of series that
+    were removed.
+    """
+    counts = [*_counts(metric), *_REMOVED[metric].items()]
+    return sum(value for known, value in counts if labels.items() <= known)
+
+
+def _counts(metric: Counter) -> Iterator[tuple[frozenset[tuple[str, str]], float]]:
     samples = (sample for family in metric.collect() for sample in family.samples if sample.name.endswith("_total"))
-    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+    return ((frozenset(sample.labels.items()), sample.value) for sample in samples)
 
 
-def remove_series(labels: Mapping[str, str]) -> None:
-    """Remove the series of all metrics with these labels, which may have others too."""
+def remove_series(labels: Mapping[str, str], *, but: str = "") -> None:
+    """Remove the series of all metrics with these labels, which may have others too, unless that is the label `but`."""
     for metric in {each for each in REGISTRY._collector_to_names if isinstance(each, MetricWrapperBase)}:
-        if labels.keys() <= set(metric._labelnames):
+        if labels.keys() <= set(metric._labelnames) and but not in metric._labelnames:
+            for known, value in _counts(metric) if isinstance(metric, Counter) else ():
+                if labels.items() <= known and value:
+                    left, removed = frozenset(known - labels.items()), _REMOVED[metric]
+                    removed[left] = removed.get(left, 0.0) + value
             metric.remove_by_labels(dict(labels))
 
 

@@ -259,7 +259,10 @@ class FeedReport:
     def remove(self) -> None:
         """Remove everything that was reported: the feed has left this process."""
         self._health.remove(self._part)
-        remove_series(dict(zip(metrics.CHAIN, self._labels, strict=True)))
+        labels = dict(zip(metrics.CHAIN, self._labels, strict=True))
+        remove_series(labels)
+        if labels.pop("partition") == "0":  # which leaves with its feed, or begins again
+            remove_series(labels, but="partition")
 
     def set_stopped(self, error: FloeError) -> None:
         is_gone = error.code == SOURCE_GONE_CODE

@@ -21,6 +21,7 @@ from common.chain import Chain
 from common.clock import RETRY_DELAYS_S, Backoff
 from common.errors import Stopped, Unavailable
 from common.leasing import fair_share, group_name, surplus
+from common.metrics import REGISTRY
 from common.nats.lease import format_owner, new_owner
 from common.observe.monitor import Health
 from common.sequences import SequenceRange
@@ -79,6 +80,16 @@ def test_the_position_is_the_first_sequence_that_is_not_accounted_for(feed: Feed
     for first, last in ((5, 9), (10, 30)):
         report.record_put(spooled(chain, first, last), 0.1)
         assert feed.status("position", "end") == (last + 1, last)
+
+
+def test_a_feed_that_leaves_takes_its_series_and_leaves_its_counts(feed: Feed) -> None:
+    before = metrics.totals()["segments"]()
+    feed.report.record_put(spooled(feed.chain, 1, 9), 0.1)
+    feed.report.set_unmatched(Unmatched(1, 1, "a"))
+    feed.report.remove()
+    assert metrics.totals()["segments"]() == before + 1
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    assert not [each for each in samples if each.labels.get("feed") == feed.chain.feed]
 
 
 def test_the_source_is_not_behind_the_archive_unless_it_was_rolled_back(feed: Feed) -> None:
