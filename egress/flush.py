@@ -118,10 +118,12 @@ class FlushWatch:
     async def _check_requests(self) -> None:
         found = (await self._requests.get(allow_unreadable=True))[0] or FlushRequests({})
         answers: dict[str, FlushRequest] = {}
-        for feed in self._feeds:
-            request = found.partitions.get(name := _name(feed.chain))
-            if request is not None and not request.is_stored and (answer := self._flush(feed, request)) != request:
-                answers[name] = answer
+        requests = [(feed, found.partitions.get(_name(feed.chain))) for feed in self._feeds]
+        open_ = [(feed, request) for feed, request in requests if request is not None and not request.is_stored]
+        self._done = {feed.chain: self._done[feed.chain] for feed, _ in open_ if feed.chain in self._done}
+        for feed, request in open_:
+            if (answer := self._flush(feed, request)) != request:
+                answers[_name(feed.chain)] = answer
         if answers:
             await self._requests.change(lambda found: found and found.with_answers(answers), allow_unreadable=True)
 
