@@ -123,22 +123,23 @@ def is_late(advisory: Advisory, now_ns: int, duration_ns: int) -> bool:
 class LatenessCheck:
     """The check for late advisories: by this host's clock and, before any is dropped, by that of `stream`'s server.
 
-    The times of advisories are times of messages, which the server set: a host with a fast clock must not drop them.
+    The times of advisories are times of messages, which the server set: a host with a fast clock, or one that is set
+    ahead, must not drop them.
     """
 
     def __init__(self, client: FloeClient, stream: str, duration_ns: int, clock: Clock) -> None:
         self._client, self._stream, self._clock, self._duration_ns = client, stream, clock, duration_ns
-        self._clock_lead_ns, self._read_at = 0, float("-inf")
+        self._server_ns: int | None = None
+        self._read_at = float("-inf")
 
     async def find_late(self, advisories: list[Advisory]) -> set[Advisory]:
         """Return the late ones. Raises Unavailable if the server's time is needed and the server does not answer."""
-        if (late := self._select_late(advisories)) and self._clock.monotonic() - self._read_at > SERVER_TIME_INTERVAL_S:
+        is_old = self._clock.monotonic() - self._read_at > SERVER_TIME_INTERVAL_S
+        if is_old and self._select_late(advisories, max(self._now_ns(), self._server_now_ns())):
             await self._read_server_time()
-            late = self._select_late(advisories)
-        return late
+        return self._select_late(advisories, self._server_now_ns())
 
-    def _select_late(self, advisories: list[Advisory]) -> set[Advisory]:
-        now_ns = self._now_ns() - self._clock_lead_ns
+    def _select_late(self, advisories: list[Advisory], now_ns: int) -> set[Advisory]:
         return {each for each in advisories if is_late(each, now_ns, self._duration_ns)}
 
     async def _read_server_time(self) -> None:
@@ -147,11 +148,17 @@ class LatenessCheck:
         except (ApiError, Refused):
             info = None
         # A server before 2.10 does not report its time: this host's is used instead.
-        server_ns = parse_time(info.time) if info is not None and info.time else self._now_ns()
-        self._clock_lead_ns, self._read_at = self._now_ns() - server_ns, self._clock.monotonic()
+        self._server_ns = parse_time(info.time) if info is not None and info.time else None
+        self._read_at = self._clock.monotonic()
 
     def _now_ns(self) -> int:
         return int(self._clock.now() * NS_PER_S)
+
+    def _server_now_ns(self) -> int:
+        """Return the server's time, by its last answer; this host's without one."""
+        if self._server_ns is None:
+            return self._now_ns()
+        return self._server_ns + int((self._clock.monotonic() - self._read_at) * NS_PER_S)
 
 
 MESSAGE_ID = b"Nats-Msg-Id"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.clock import NS_PER_S
+from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.nats.api import StreamInfo
 from common.nats.protocol import ApiError
@@ -256,3 +256,18 @@ def test_two_durations_or_a_restart_later_it_is_no_news_but_new_stays_true(durat
             senders.is_late(Advisory(event, "a", 0, now - gap), now, duration) for gap in (limit + 1, limit, -duration)
         ]
         assert late == [event is not AdvisoryEvent.NEW, False, False]
+
+
+async def test_a_step_of_the_hosts_clock_makes_no_advisory_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    checks = senders.LatenessCheck(Any, "S", HOUR, clock)  # type: ignore[arg-type]
+
+    async def stream_info(*_: object) -> StreamInfo:
+        return StreamInfo("S", "", {}, 1, 1, 1, "", "", "", format_time(int(clock.now()) * SECOND))
+
+    monkeypatch.setattr(senders, "stream_info", stream_info)
+    found = Advisory(AdvisoryEvent.TIMEOUT, "a", 0, (int(clock.now()) - 3 * 3600) * SECOND)
+    assert await checks.find_late([found]) == {found}
+    fresh = Advisory(AdvisoryEvent.TIMEOUT, "a", 0, int(clock.now()) * SECOND)
+    clock._now += 3 * 3600
+    assert await checks.find_late([fresh, found]) == {found}
