@@ -111,10 +111,11 @@ async def _same(context: CommandContext, cases: Sequence[Case], yes: bool) -> di
 
 
 async def _believe(context: CommandContext, cases: Sequence[Case], yes: bool, is_whole: bool) -> dict[str, object]:
-    from egress.resolve import LISTING_CODES, accept_following, accept_listing
+    from egress.resolve import LISTING_CODES, accept_following, accept_listing, check_listing
 
     stopped = [case for case in cases if case.code in LISTING_CODES] or cases[:1]
     for case in stopped:
+        check_listing(case)
         more = ", and that all later lost incarnations hold nothing" if is_whole else ""
         question = f"believe that the archive of {case.chain} ends at {case.end}{more}?"
         await decide(context.settings, question, yes, chains=context.deps.chains)

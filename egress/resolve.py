@@ -285,14 +285,19 @@ async def accept_same(context: CommandContext, case: Case) -> None:
     log.info("stream accepted as the same", action="stream_accepted", **case.chain.log_context())
 
 
+def check_listing(case: Case) -> None:
+    """Raise UsageError if nothing is wrong with the listing."""
+    if case.code not in LISTING_CODES:
+        raise UsageError(f"{case.chain}: nothing is wrong with its listing")
+
+
 async def accept_listing(context: CommandContext, case: Case) -> int:
     """Set the mark to the end of the listing, and return it. Delete an acceptance or a closing that cannot be read, or
     that is about an incarnation without any object left.
 
     Raises UsageError if nothing is wrong with the listing.
     """
-    if case.code not in LISTING_CODES:
-        raise UsageError(f"{case.chain}: nothing is wrong with its listing")
+    check_listing(case)
     deps, chain = context.deps, case.chain
     end = accounted_until(case.first, case.end)
     await HighWaterMarks(deps.state).overwrite(chain, end)

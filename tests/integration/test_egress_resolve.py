@@ -9,6 +9,7 @@ import pytest
 
 from common.archive.documents import StreamDocument
 from common.archive.segment import Message
+from common.audit import list_keys
 from common.chain import Chain
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue
@@ -261,6 +262,7 @@ async def test_a_feed_that_nothing_stops_is_left_alone(bench: Bench) -> None:
     assert "this feed is not stopped" in await refused(bench, stream, "--new-incarnation", "--yes")
     assert "--same is not possible" in await refused(bench, stream, "--same", "--yes")
     assert "nothing is wrong with its listing" in await refused(bench, stream, "--believe-listing", "--yes")
+    assert not [*list_keys(bench.chains, 0, None)], "the audit has decisions only"
     none = await resolve(bench, "OTHER", of=stream)
     assert (none.code, f"expected one of {stream}" in none.err) == (2, True)
 
