@@ -151,8 +151,9 @@ def _lines(case: Case) -> list[str]:
     lines += [f"  sequence {witness['sequence']}: {witness['held']}" for witness in found["evidence"]]
     if case.bounds is not None and case.code:
         lines.append(f"  a new incarnation may begin within {case.bounds}")
+    has_partitions = len(case.partition.settings.filters()) > 1
     for choice in case.choices:
-        is_one = case.partition.number and not choice.options.startswith("--new")
+        is_one = has_partitions and not choice.options.startswith("--new")
         lines.append(f"  {choice.meaning}:")
         lines.append(f"    {command(case.chain if is_one else case.chain.feed, choice.options)}")
     if case.advice:

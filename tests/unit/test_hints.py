@@ -22,7 +22,9 @@ from common.settings.egress import FeedSettings
 from common.settings.ingress import TargetSettings
 from compaction.run import late_rows_remedies
 from egress import identity, partition
+from egress.decisions_cli import _lines
 from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness
+from egress.resolve import Case
 from ingress import checkpoint, errors
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import with_command
@@ -84,6 +86,13 @@ def verdicts() -> Iterator[str]:
                 for end in (100, 400):
                     evidence = Evidence(found, "2025", end, tips)
                     yield identity.verdict_error(part, part.chain, evidence, SourceVerdict(kind, "why"), 90).hint
+
+
+def test_the_acceptance_of_one_partition_names_it() -> None:
+    [first, _] = partition.partitions_of("us-east", FeedSettings(stream="NODES", partitions=("a.>", "b.>")))
+    evidence = Evidence(SourceStream("2026", 81, 300, 1_000), "2025", 100)
+    lines = _lines(Case(first, evidence=evidence, verdict=SourceVerdict(VerdictKind.UNKNOWN, "why"), proposal=90))
+    assert [line.split()[-2] for line in lines if line.endswith("--same")] == ["us-east/NODES/0000/0"]
 
 
 def hint_of(call: Callable[[], object]) -> str:
