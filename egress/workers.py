@@ -95,7 +95,7 @@ class WorkerProcess:
     def __init__(self, index: int, count: int, command: Sequence[str], environment: dict[str, str]) -> None:
         self.index, self._count = index, count
         self._command, self._environment = tuple(command), environment
-        self.pid, self.port, self.restarts = 0, 0, 0
+        self.pid, self.port, self.restarts, self._must_reload = 0, 0, 0, False
         show_zeros("egress_worker_", worker=str(index))
 
     async def run_once(self, stop: Stop, kill_after_s: float) -> int:
@@ -103,6 +103,7 @@ class WorkerProcess:
 
         Once `stop` is set, it receives SIGTERM and drains; after `kill_after_s` seconds it is killed.
         """
+        self._must_reload = False
         parent_end, worker_end = socket.socketpair()
         with parent_end:
             with worker_end:
@@ -132,6 +133,8 @@ class WorkerProcess:
                 return
             text += part
         self.port = int(json.loads(text)["port"])
+        if self._must_reload:
+            self.send_signal(signal.SIGHUP)
 
     def _on_read_error(self, error: Exception) -> None:
         record_unexpected(error, "worker", f"line of worker {self.index}")
@@ -155,6 +158,15 @@ class WorkerProcess:
         if self.pid:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal_number)
+
+    def notify(self, signal_number: int) -> None:
+        """Send a signal that the worker handles. One without a port has no handler yet: the signal would kill it. It
+        receives a SIGHUP later, because it may have read its configuration already.
+        """
+        if self.port:
+            self.send_signal(signal_number)
+        elif signal_number == signal.SIGHUP:
+            self._must_reload = True
 
 
 PAGE_TIMEOUT_S = 2.0  # seconds
@@ -324,11 +336,10 @@ class Supervisor:
         for worker in self.workers:
             worker.send_signal(signal_number)
 
-    def flush(self) -> None:
-        """Have all close their open segments. One without a port has no signal handler yet: SIGUSR1 would kill it."""
+    def notify(self, signal_number: int) -> None:
+        """Send all a signal that they handle; see `WorkerProcess.notify`."""
         for worker in self.workers:
-            if worker.port:
-                worker.send_signal(signal.SIGUSR1)
+            worker.notify(signal_number)
 
     async def _run_with_restarts(self, worker: WorkerProcess) -> int:
         backoff = Backoff(self._rng)
@@ -400,10 +411,10 @@ async def supervise(supervisor: Supervisor, health: Health, notifier: SystemdNot
         flush()
         exit_at_once(signal_number)
 
-    hang_up, quit_ = partial(supervisor.send_signal, signal.SIGHUP), partial(supervisor.send_signal, signal.SIGQUIT)
+    hang_up, quit_ = partial(supervisor.notify, signal.SIGHUP), partial(supervisor.notify, signal.SIGQUIT)
     on_hangup.append(hang_up)
     on_quit.append(quit_)
-    with handle_signal(signal.SIGUSR1, supervisor.flush):
+    with handle_signal(signal.SIGUSR1, partial(supervisor.notify, signal.SIGUSR1)):
         async with stop_on_signals(second=kill) as stop:
             heartbeat_task = spawn(health.keep_beating(), raise_fatal, name="beat")
             try:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import signal
 import socket
 from html import unescape
 from html.parser import HTMLParser
@@ -42,6 +43,20 @@ def metrics_page(count: float, awkward: str = "a") -> str:
     Histogram("put_seconds", "Time.", ("feed",), registry=registry, buckets=(1, 2)).labels("x").observe(1.5)
     Counter("never", "No sample yet.", ("feed",), registry=registry)
     return generate_latest(registry).decode()
+
+
+async def test_a_signal_is_kept_from_a_worker_without_handlers_except_a_reload(monkeypatch: Any) -> None:
+    sent, worker = list[int](), WorkerProcess(0, 1, [], {})
+    monkeypatch.setattr(worker, "send_signal", sent.append)
+    worker.notify(signal.SIGQUIT)
+    worker.notify(signal.SIGHUP)
+    assert sent == []
+    parent_end, worker_end = socket.socketpair()
+    with parent_end, worker_end:
+        worker_end.send(b'{"port": 5}\n')
+        await worker._read_port(parent_end)
+    worker.notify(signal.SIGQUIT)
+    assert sent == [signal.SIGHUP, signal.SIGQUIT]
 
 
 def test_each_family_comes_once_and_each_sample_names_its_worker() -> None:
