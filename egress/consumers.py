@@ -21,7 +21,7 @@ import asyncio
 import secrets
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -210,11 +210,22 @@ async def own_durables(client: FloeClient, wanted: WantedMessages) -> list[str]:
     return [name for name in await consumer_names(client, wanted.stream) if wanted.is_own_durable(name)]
 
 
-async def delete_stray_durables(client: FloeClient, wanted: WantedMessages, current: str) -> None:
+async def delete_stray_durables(
+    client: FloeClient, wanted: WantedMessages, current: str, check_lease: Callable[[], None]
+) -> None:
     """Delete durables of the partition other than `current`: a paused instance created them when it woke up, and an
     interest stream would keep messages for them for ever.
+
+    If this instance is the one that was paused, they are its successor's. So nothing is deleted if `current` is gone
+    (ReaderResetError) or the lease is (the error of `check_lease`).
     """
-    await _delete(client, wanted, [name for name in await own_durables(client, wanted) if name != current])
+    names = await own_durables(client, wanted)
+    if current not in names:
+        raise consumer_gone_error()
+    for name in names:
+        if name != current:
+            check_lease()
+            await delete_consumer(client, wanted.stream, name)
 
 
 async def _delete(client: FloeClient, wanted: WantedMessages, names: list[str]) -> None:
@@ -442,8 +453,12 @@ async def current_consumer(client: FloeClient, stream: str, consumer: ConsumerIn
     """Return the present state of `consumer`. Raises ReaderResetError if none with its creation time exists."""
     info = await consumer_info(client, stream, consumer.name)
     if info is None or info.created != consumer.created:
-        raise ReaderResetError("consumer_gone", "the consumer does not exist any more")
+        raise consumer_gone_error()
     return info
+
+
+def consumer_gone_error() -> ReaderResetError:
+    return ReaderResetError("consumer_gone", "the consumer does not exist any more")
 
 
 def is_settled(info: ConsumerInfo, number: int, remaining: int) -> bool:

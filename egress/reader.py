@@ -157,18 +157,19 @@ class Reader:
         await current_consumer(self._client, self._stream, self._consumer)
         self._check_generation()
 
-    async def acknowledge(self, last: int) -> None:
+    async def acknowledge(self, last: int, check_lease: Callable[[], None]) -> None:
         """Acknowledge everything received up to `last`, if the stream keeps messages until then.
 
         Returns once the server has applied it. Raises Unavailable, OutcomeUnknown (it may be called again),
-        ReaderResetError if the consumer or the connection is gone, Refused without the right.
+        ReaderResetError if the consumer or the connection is gone, Refused without the right, the error of
+        `check_lease`.
         """
         if self._acks is None or self._consumer is None:
             return
         self._check_generation()
         await self._acks.acknowledge_up_to(last)
         if self._wanted.retention == INTEREST:
-            await delete_stray_durables(self._client, self._wanted, self._consumer.name)
+            await delete_stray_durables(self._client, self._wanted, self._consumer.name, check_lease)
 
     async def _catch_up(self, acks: Acknowledger) -> None:
         is_failing = False

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from common.archive.segment import SegmentRef, Tip
@@ -54,7 +55,9 @@ class Uploader:
         stored = {**stored_context(spooled), "seconds": round(seconds, 3)}
         log.info("segment put", action="segment_put", **stored, **ref.log_context())
         failpoint("egress.before_ack")
-        await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
+        check_lease = partial(require_lease, self._lease, self._archive)
+        check_lease()
+        await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last, check_lease))
         failpoint("egress.after_ack")
 
     async def _put_checked(self, spooled: SpooledSegment) -> SegmentRef:

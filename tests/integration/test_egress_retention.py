@@ -2,12 +2,14 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from common.nats.api import consumer_info, consumer_names, create_consumer
+from common.errors import LeaseLost
+from common.nats.api import consumer_info, consumer_names, create_consumer, delete_consumer
 from common.settings.egress import FeedSettings
-from egress.consumers import WantedMessages, open_consumer
+from egress.consumers import ReaderResetError, WantedMessages, create_durable, delete_stray_durables, open_consumer
 from egress.partition import partitions_of
 from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import configuration, floe
@@ -215,6 +217,18 @@ async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_dur
             await open_consumer(bench.client, WantedMessages(part, "interest"))
     assert await bench.held(stream) == 5 * counts[1]
     assert sorted(parts[0].partition_of(name) or 0 for name in await durables(bench, stream)) == [*range(counts[1])]
+
+
+async def test_a_late_instance_deletes_no_durable_of_its_successor(bench: Bench) -> None:
+    stream = await make(bench, "interest")
+    wanted = WantedMessages(partitions_of(SITE, FeedSettings(stream=stream))[0], "interest")
+    late, successor = [(await create_durable(bench.client, wanted)).name for _ in range(2)]
+    with pytest.raises(LeaseLost):
+        await delete_stray_durables(bench.client, wanted, late, Mock(side_effect=LeaseLost("taken over")))
+    await delete_consumer(bench.client, stream, late)
+    with pytest.raises(ReaderResetError):
+        await delete_stray_durables(bench.client, wanted, late, Mock())
+    assert await durables(bench, stream) == [successor]
 
 
 # `floe egress init`

@@ -25,7 +25,7 @@ def acknowledged_before_the_put() -> None:
 
     @changing(Uploader, "put")
     async def early(put: Any, self: Uploader, spooled: Any) -> None:
-        await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
+        await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last, lambda: None))
         await put(self, spooled)
 
 
