@@ -8,6 +8,7 @@ with the other partitions of the feed.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,6 +206,9 @@ class Worker:
 
     async def _round(self, lease: Lease, stop: Stop) -> None:
         """Judge, then act. Once `stop` is set, only put the segments that are left into their history."""
+        if self._has_begun:  # the store may be away for long, and the stream drops messages meanwhile
+            with suppress(FloeError):  # the second call raises it, behind the put of what is left
+                await ensure_durable(self._deps.client, self._partition)
         current = await self._current()
         self._report.follow(current.chain)
         archive = await self._open_archive(current)
@@ -426,7 +430,12 @@ class Worker:
     # The current incarnation
 
     async def _current(self) -> Incarnation:
-        if (found := await self._incarnations.load()) is None:
+        try:
+            found = await self._incarnations.load()
+        except Stopped:
+            self._has_begun = False  # after a repartition, no durable of the former partitions is made
+            raise
+        if found is None:
             if (info := await self.identity.stream_info()) is None:
                 raise no_stream_error(self._partition)
             check_start(info, self._partition.settings)

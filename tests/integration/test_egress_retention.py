@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from common.errors import LeaseLost
+from common.errors import LeaseLost, Unavailable
 from common.nats.api import consumer_info, consumer_names, create_consumer, delete_consumer
 from common.settings.egress import FeedSettings
 from egress.consumers import ReaderResetError, WantedMessages, create_durable, delete_stray_durables, open_consumer
@@ -14,6 +14,7 @@ from egress.partition import partitions_of
 from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench
+from tests.support.stores import FaultyStore, raising
 
 pytestmark = pytest.mark.simulated
 
@@ -178,6 +179,22 @@ async def test_a_recreated_interest_stream_drops_nothing_while_it_is_judged(benc
         await emptied(bench, stream)
     assert payloads(bench, stream, 1) == numbered(10)
     assert lapses(stream) == 1, "what was published before may be lost, and is told"
+
+
+async def test_an_interest_stream_drops_nothing_while_the_store_is_away(bench: Bench) -> None:
+    stream, objects = await make(bench, "interest"), FaultyStore(bench.objects)
+    async with bench.egress({"stream": stream}, objects=objects) as running:
+        await reads(bench, running, stream)
+        await bench.archive(stream, numbered(3), 3)
+        for verb in ("get", "head", "list"):
+            objects.on(verb, raising(Unavailable("the store is down")))
+        (name,) = await durables(bench, stream)
+        await delete_consumer(bench.client, stream, name)
+        await soon(lambda: running.state(stream) == "waiting")
+        await bench.publish(stream, numbered(5, 3))
+        objects.heal()
+        await leaves(bench, stream, 8)
+    assert payloads(bench, stream) == numbered(8)
 
 
 # Refusals
