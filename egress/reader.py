@@ -20,7 +20,7 @@ from typing import Protocol
 from common.archive.columns import Columns
 from common.archive.guard import MAX_MESSAGE_BYTES
 from common.clock import NS_PER_S
-from common.errors import FloeError, Stopped, Unavailable, UnexpectedError
+from common.errors import FloeError, Refused, Stopped, Unavailable, UnexpectedError
 from common.exits import choices, nats_command
 from common.logs import get_logger
 from common.nats import protocol
@@ -47,6 +47,7 @@ log = get_logger(__name__)
 ESTIMATED_OVERHEAD_BYTES = 256  # bytes of subject, reply and headers: an estimate for the size of a batch
 # Bytes of subject and reply that a pull request's max_bytes counts on top of a payload.
 PULL_OVERHEAD_BYTES = 16 * 1024
+PULL_CHECK_TIMEOUT_S = 5.0  # seconds
 SILENT_HEARTBEATS = 2.5  # missed ones, after which a consumer counts as silent
 MAX_MISSES = 4  # requests that ended without a message because the next one did not fit
 
@@ -107,7 +108,8 @@ class Reader:
         self._messages = protocol.message_list(lambda: self._loop.call_soon(self._flush), self.receive_status)
 
     async def open(self) -> None:
-        """Create the consumer and begin to pull. Raises ReaderResetError if the stream's `created` differs.
+        """Create the consumer and begin to pull. Raises ReaderResetError if the stream's `created` differs, Refused
+        without a right.
 
         Checked before and after the creation: a stream deleted and recreated in between has no such consumer.
         """
@@ -130,6 +132,10 @@ class Reader:
         self._subscription = await self._client.subscribe_raw(inbox, self._messages, self._fail)
         self._last_received_at = self._clock.monotonic()
         self.pull()
+        await self._client.round_trip(PULL_CHECK_TIMEOUT_S)  # a refusal of the pull request precedes the answer
+        if refused := self._client.permission_error(self._pull_subject):
+            text = refused.message.replace(consumer.name, "*")  # one error, though each consumer has another name
+            raise Refused(text, hint=refused.hint, code=refused.code)
 
     @property
     def is_durable(self) -> bool:

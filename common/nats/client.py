@@ -559,16 +559,17 @@ class FloeClient(Client):
         if (violation := _PERMISSION_VIOLATION.match(text)) is None:
             await self._process_op_err(errors.Error(text))
             return
-        if (subject := violation[1].encode()) not in self._refusals:
-            is_optional = {subject, self._sent_subject(subject)} & self._optional
-            level = log.debug if is_optional else log.error
+        subject = violation[1].encode()
+        sent = self._sent_subject(subject)
+        if subject not in self._refusals:
+            level = log.debug if {subject, sent} & self._optional else log.error
             level("nats permission refused", action="permission_refused", error=text)
         if len(self._refusals) >= MAX_REFUSALS:
             self._refusals.clear()
-        self._refusals[subject] = text
+        self._refusals[subject] = self._refusals[sent] = text
         if (refused := self.permission_error(subject)) is not None:
             self._requests.fail(refused, None if subject == self._inbox + b"*" else subject)
-            self._requests.fail(refused, self._sent_subject(subject))
+            self._requests.fail(refused, sent)
 
     def _sent_subject(self, subject: bytes) -> bytes:
         """Return the subject as it was sent. A server inside the domain reports it without the domain's part."""

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from common.errors import Refused
 from common.nats.api import consumer_names, create_stream, next_message, stream_info
-from common.nats.client import FloeClient
+from common.nats.client import FloeClient, frame
 from common.nats.kv import KeyValue
 from common.open import load_settings
 from floe import cli
@@ -22,7 +22,7 @@ from infra import rights
 from infra.local.nats import NatsServer
 from infra.rights import RightsNames, main, rights_files
 from tests.integration.test_ingress_messages import make_limited, raise_limit, with_large
-from tests.support.basics import soon
+from tests.support.basics import PATIENCE, soon
 from tests.support.commands import configuration, ran
 from tests.support.domains import hub_and_leaf
 from tests.support.egress import Bench, bench_of, feed_of, publish_over
@@ -226,6 +226,9 @@ async def test_egress_archives_with_the_rights_made_for_a_domain(tmp_path: Path,
                     await next_message(found, "OTHER", 1)
                 with pytest.raises(Refused, match=r"permissions violation for publish .*KV.OTHER.a"):
                     await KeyValue(found, "OTHER").put("a", b"")
+                found.send(frame(subject := found.api_subject("CONSUMER.MSG.NEXT.OTHER.C").encode(), b""))
+                assert await found.round_trip(PATIENCE)
+                assert found.permission_error(subject)
 
 
 async def test_egress_archives_a_whole_account_with_the_rights_for_it(tmp_path: Path) -> None:

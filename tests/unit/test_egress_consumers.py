@@ -2,7 +2,9 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -28,8 +30,10 @@ from egress.consumers import (
     is_settled,
     limits_error,
 )
+from egress.deps import Tuning
 from egress.memory import MemoryBudget
 from egress.partition import Partition, Position, is_durable_of_site, is_floe_consumer, partitions_of
+from egress.reader import Reader
 from tests.support.clock import ManualClock
 
 
@@ -264,6 +268,14 @@ def acks(server: Any, **settings: Any) -> Acknowledger:
     return Acknowledger(server, "S", consumer, account, **{"first": 1, **settings})
 
 
+def reader(client: Any, on_end: Any = None) -> Reader:
+    deps: Any = SimpleNamespace(client=client, partition=part(), clock=ManualClock(), tuning=Tuning())
+    deps.budget = MemoryBudget(2**20)
+    source: Any = SimpleNamespace(created=CREATED, retention="limits")
+    more: Any = {"first": 1, "archived": (), "account": None, "has_room": lambda _: True}
+    return Reader(deps, source, Mock(), on_end, **more)
+
+
 def deliver(server: Server, made: Acknowledger, *sequences: int, reply: bytes = SHORT) -> None:
     made.record_delivered(reply % (sequences[0], server.delivered + 1), sequences)
     server.delivered += len(sequences)
@@ -340,6 +352,18 @@ async def test_a_missing_right_shows_after_one_message(server: Server) -> None:
     with pytest.raises(Refused):
         await made.acknowledge_up_to(1000)
     assert len(server.sent) == 1
+
+
+async def test_a_reader_without_the_right_to_pull_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StreamInfo("S", CREATED, {}, 1, 9, 9, "", "", "")
+    monkeypatch.setattr("egress.reader.stream_info", AsyncMock(return_value=stream))
+    monkeypatch.setattr("egress.reader.open_consumer", AsyncMock(return_value=(info(), [])))
+    client = Mock(generation=0, max_payload=2**20, subscribe_raw=AsyncMock(), round_trip=AsyncMock())
+    client.new_inbox.return_value, client.api_subject = "_INBOX.x", "$JS.API.{}".format
+    subject = "$JS.API.CONSUMER.MSG.NEXT.S.C"
+    client.permission_error = {subject.encode(): Refused(f"no right to {subject}")}.get
+    with pytest.raises(Refused, match=r"MSG.NEXT.S.\*$"):
+        await reader(client).open()
 
 
 PENDING = [
