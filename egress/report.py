@@ -443,8 +443,9 @@ class FeedReport:
         coverage = str(spooled.footer.coverage)
         log.debug("segment sealed", action="segment_sealed", reason=reason.value, coverage=coverage)
 
-    def record_put(self, spooled: SpooledSegment, seconds: float) -> None:
-        footer = spooled.footer
+    def record_put(self, spooled: SpooledSegment, seconds: float, end: int) -> None:
+        """Record a put that took `seconds`. `end`: of the archive with it; later than its own if it fills a hole."""
+        footer, covered, last = spooled.footer, spooled.footer.coverage.last, self._status.get("source_last")
         metrics.segments.labels(*self._labels).inc()
         metrics.messages.labels(*self._labels).inc(footer.rows)
         metrics.raw_bytes.labels(*self._labels).inc(footer.raw_bytes)
@@ -454,19 +455,18 @@ class FeedReport:
         metrics.stored_bytes.labels(*self._labels).inc(spooled.size)
         metrics.put_seconds.labels(*self._labels).observe(seconds)
         self._set(metrics.put_done, self._clock.now())
-        self._set(metrics.end_sequence, footer.coverage.last)
+        self._set(metrics.end_sequence, end)
         for reason, count in footer.ledger.counts.items():
             metrics.left_out.labels(*self._labels, str(reason)).inc(count)
         if gone := footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
             context = {"sequences": gone, "range": str(footer.unread), "hint": "the rest is lost: ingress stops there"}
             self._log("warning", "hole filled in part", action="hole_unfilled", **context)
-        if footer.last_timestamp_ns is not None:
+        if footer.last_timestamp_ns is not None and covered == end:
             self._set(metrics.end_timestamp, footer.last_timestamp_ns / NS_PER_S)
-        end, last = footer.coverage.last, self._status.get("source_last")
-        if last is not None and last < end:  # that answer was older
-            self._set(metrics.source_sequence, end)
-            self._status["source_last"] = end
-        self._show(position=end + 1, end=end)
+        if last is not None and last < covered:  # that answer was older
+            self._set(metrics.source_sequence, covered)
+            self._status["source_last"] = covered
+        self._show(position=covered + 1, end=end)
 
 
 UNMATCHED_INTERVAL_S = 600.0  # seconds

@@ -51,7 +51,7 @@ class Uploader:
         await self._retry(self._archive.raise_mark)
         self.put_count, self.last_put = self.put_count + 1, spooled.footer.coverage.last
         seconds = self._clock.monotonic() - started
-        self._report.record_put(spooled, seconds)
+        self._report.record_put(spooled, seconds, self._archive.end)
         stored = {**stored_context(spooled), "seconds": round(seconds, 3)}
         log.info("segment put", action="segment_put", **stored, **ref.log_context())
         failpoint("egress.before_ack")

@@ -78,8 +78,12 @@ def test_the_position_is_the_first_sequence_that_is_not_accounted_for(feed: Feed
     report.set_reading(chain, 5, 4)
     assert feed.status("position", "end") == (5, 4)
     for first, last in ((5, 9), (10, 30)):
-        report.record_put(spooled(chain, first, last), 0.1)
+        report.record_put(spooled(chain, first, last), 0.1, last)
         assert feed.status("position", "end") == (last + 1, last)
+    report.set_reading(chain, 40, 5000)  # in a hole
+    report.record_put(spooled(chain, 40, 50), 0.1, 5000)
+    assert feed.status("position", "end") == (51, 5000)
+    assert feed.count(metrics.end_sequence) == 5000
 
 
 def test_a_feed_that_leaves_takes_its_series_and_leaves_its_counts(feed: Feed) -> None:
@@ -96,7 +100,7 @@ def test_the_source_is_not_behind_the_archive_unless_it_was_rolled_back(feed: Fe
     feed.report.set_reading(feed.chain, 5, 4)
     feed.report.record_source(9, None)
     ends = [feed.status("end", "source_last")]
-    feed.report.record_put(spooled(feed.chain, 5, 30), 0.1)
+    feed.report.record_put(spooled(feed.chain, 5, 30), 0.1, 30)
     ends.append(feed.status("end", "source_last"))  # messages archived since the request are in the stream
     for _ in range(2):  # asked before the put and answered after it; then it was rolled back
         feed.report.record_source(25, None)
