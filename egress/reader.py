@@ -255,8 +255,9 @@ class Reader:
 
     @property
     def silent_in(self) -> float:
-        """Seconds until its consumer counts as silent, if it sends nothing."""
-        silent = self._clock.monotonic() - self._last_received_at if self._outstanding else 0.0
+        """Seconds until its consumer counts as silent, if it sends nothing; a reader that has ended expects nothing."""
+        is_expecting = self._is_open and self._outstanding
+        silent = self._clock.monotonic() - self._last_received_at if is_expecting else 0.0
         return max(0.0, self._silence - silent)
 
     def tick(self) -> None:

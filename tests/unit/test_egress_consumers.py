@@ -268,12 +268,12 @@ def acks(server: Any, **settings: Any) -> Acknowledger:
     return Acknowledger(server, "S", consumer, account, **{"first": 1, **settings})
 
 
-def reader(client: Any, on_end: Any = None) -> Reader:
-    deps: Any = SimpleNamespace(client=client, partition=part(), clock=ManualClock(), tuning=Tuning())
+def reader(client: Any, clock: ManualClock) -> Reader:
+    deps: Any = SimpleNamespace(client=client, partition=part(), clock=clock, tuning=Tuning())
     deps.budget = MemoryBudget(2**20)
     source: Any = SimpleNamespace(created=CREATED, retention="limits")
     more: Any = {"first": 1, "archived": (), "account": None, "has_room": lambda _: True}
-    return Reader(deps, source, Mock(), on_end, **more)
+    return Reader(deps, source, Mock(), Mock(), **more)
 
 
 def deliver(server: Server, made: Acknowledger, *sequences: int, reply: bytes = SHORT) -> None:
@@ -354,16 +354,21 @@ async def test_a_missing_right_shows_after_one_message(server: Server) -> None:
     assert len(server.sent) == 1
 
 
-async def test_a_reader_without_the_right_to_pull_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_without_the_right_to_pull_ends_and_awaits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = StreamInfo("S", CREATED, {}, 1, 9, 9, "", "", "")
     monkeypatch.setattr("egress.reader.stream_info", AsyncMock(return_value=stream))
     monkeypatch.setattr("egress.reader.open_consumer", AsyncMock(return_value=(info(), [])))
-    client = Mock(generation=0, max_payload=2**20, subscribe_raw=AsyncMock(), round_trip=AsyncMock())
+    client = Mock(generation=0, max_payload=2**20, round_trip=AsyncMock())
+    client.subscribe_raw = AsyncMock(return_value=AsyncMock())
     client.new_inbox.return_value, client.api_subject = "_INBOX.x", "$JS.API.{}".format
     subject = "$JS.API.CONSUMER.MSG.NEXT.S.C"
     client.permission_error = {subject.encode(): Refused(f"no right to {subject}")}.get
     with pytest.raises(Refused, match=r"MSG.NEXT.S.\*$"):
-        await reader(client).open()
+        await (made := reader(client, clock := ManualClock())).open()
+    clock.advance(60)
+    assert made.silent_in == 0
+    await made.stop()
+    assert made.silent_in > 0
 
 
 PENDING = [
