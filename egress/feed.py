@@ -24,7 +24,7 @@ from egress import metrics
 from egress.consumers import WantedMessages, own_durables
 from egress.deps import EgressDeps, ProcessThreads
 from egress.partition import Partition, lease_key, partitions_of
-from egress.report import FeedReport
+from egress.report import FeedReport, watch_unmatched
 from egress.session import SessionFlush
 from egress.worker import Worker
 
@@ -127,7 +127,10 @@ class PartitionFeed:
         """
         self.report.set_starting()
         local_stop = Stop(stop, lease.lost, lease.return_requested)
+        args = self.partition, self._deps.client, self._pools.io, self.report, self._deps.clock
+        watch = restart_on_error("unmatched", lambda: watch_unmatched(*args), self._deps.clock)
         side_tasks = [
+            spawn(watch, raise_fatal, name=f"unmatched {self.chain}"),
             spawn(lease.run_renewals(), raise_fatal, name=f"lease {self.chain}"),
             spawn(self._stop_after_hand_over(local_stop), raise_fatal, name=f"halt {self.chain}"),
         ]

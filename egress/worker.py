@@ -38,7 +38,6 @@ from egress.identity import (
 )
 from egress.incarnations import Closing, Closings, End, EndDecision, Incarnation, Incarnations, NextStream
 from egress.partition import Position
-from egress.report import watch_unmatched
 from egress.sampling.resume import ResumedSampler, SamplerResume
 from egress.sampling.snapshot import SnapshotStore
 from egress.session import ReadContext, Session, SessionFlush
@@ -186,10 +185,7 @@ class Worker:
         """
         await self._deps.state.ensure()
         deps, interval = self._deps, self._deps.tuning.intervals.check
-        args = deps.partition, deps.client, deps.pools.io, deps.report, deps.clock
-        side_tasks = self._start_side_tasks(
-            unmatched=lambda: watch_unmatched(*args), expiry=lambda: self._expiry.run(interval), walk=self._walk.run
-        )
+        side_tasks = self._start_side_tasks(expiry=lambda: self._expiry.run(interval), walk=self._walk.run)
         try:
             while not stop.is_set or self._unput is not None:
                 async with deps.starts.turn(stop) as self._end_turn:

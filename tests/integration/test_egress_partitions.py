@@ -13,12 +13,15 @@ from msgspec import structs
 
 from common.archive.segment import Message
 from common.chain import Chain
+from common.errors import Unavailable
+from common.nats.api import consumer_names, delete_consumer
 from egress.incarnations import Closing, End
 from infra.oracle import Trace, archived_messages, compare, read_source_trace
 from tests.support.basics import soak_only, soon, unique
 from tests.support.commands import Done, configuration, floe, paste
 from tests.support.egress import SITE, Bench, Partitioned, begun_parts, feed_of, publish_over
 from tests.support.servers import restore_disk, save_disk
+from tests.support.stores import FaultyStore, raising
 
 
 @pytest.mark.simulated
@@ -28,12 +31,18 @@ async def test_filters_are_listed_and_unmatched_subjects_reported(bench: Bench) 
     await publish_over(bench, stream, ["a.x", "b.y", "c.z", "c.w"], 40, "x")
     feed = {"stream": stream, "partitions": [f"{stream}.a.*", f"{stream}.b.>"]}
     one = {"stream": stream, "name": unique("ONE"), "filter_subject": f"{stream}.a.>"}
-    async with bench.egress(feed, one) as running:
+    objects = FaultyStore(bench.objects)
+    async with bench.egress(feed, one, objects=objects) as running:
         await parts.archived_to(40)
         assert [running.state(f"{stream}{suffix}") for suffix in ("", "/1")] == ["reading"] * 2
         await bench.archived_to(one["name"], 40)
         await soon(lambda: "unmatched" in running.status(stream))
+        objects.on("list", raising(Unavailable("the store is down")))
+        for name in await consumer_names(bench.client, stream):
+            await delete_consumer(bench.client, stream, name)
+        await soon(lambda: running.state(stream) == "waiting")
         assert running.status(stream)["unmatched"] == {"messages": 20, "subjects": 2, "example": f"{stream}.c.w"}
+        objects.heal()
         assert "unmatched" not in running.status(f"{stream}/1")
         assert "unmatched" not in running.status(one["name"]), "one filter is meant to leave subjects out"
     parts.check()
