@@ -95,7 +95,8 @@ class WorkerProcess:
     def __init__(self, index: int, count: int, command: Sequence[str], environment: dict[str, str]) -> None:
         self.index, self._count = index, count
         self._command, self._environment = tuple(command), environment
-        self.pid, self.port, self.restarts, self._must_reload = 0, 0, 0, False
+        self.pid, self.port, self.restarts = 0, 0, 0
+        self._has_handlers, self._delayed = False, set[int]()  # signals for later
         show_zeros("egress_worker_", worker=str(index))
 
     async def run_once(self, stop: Stop, kill_after_s: float) -> int:
@@ -103,7 +104,7 @@ class WorkerProcess:
 
         Once `stop` is set, it receives SIGTERM and drains; after `kill_after_s` seconds it is killed.
         """
-        self._must_reload = False
+        self._has_handlers, self._delayed = False, set()
         parent_end, worker_end = socket.socketpair()
         with parent_end:
             with worker_end:
@@ -133,8 +134,9 @@ class WorkerProcess:
                 return
             text += part
         self.port = int(json.loads(text)["port"])
-        if self._must_reload:
-            self.send_signal(signal.SIGHUP)
+        self._has_handlers = True
+        for each in sorted(self._delayed):
+            self.send_signal(each)
 
     def _on_read_error(self, error: Exception) -> None:
         record_unexpected(error, "worker", f"line of worker {self.index}")
@@ -160,13 +162,11 @@ class WorkerProcess:
                 os.kill(self.pid, signal_number)
 
     def notify(self, signal_number: int) -> None:
-        """Send a signal that the worker handles. One without a port has no handler yet: the signal would kill it. It
-        receives a SIGHUP later, because it may have read its configuration already.
-        """
-        if self.port:
+        """Send a signal that the worker handles; later, if it has not sent its port yet: it would end by the signal."""
+        if self._has_handlers:
             self.send_signal(signal_number)
-        elif signal_number == signal.SIGHUP:
-            self._must_reload = True
+        else:
+            self._delayed.add(signal_number)
 
 
 PAGE_TIMEOUT_S = 2.0  # seconds

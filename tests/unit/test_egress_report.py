@@ -88,7 +88,7 @@ def test_the_position_is_the_first_sequence_that_is_not_accounted_for(feed: Feed
 
 def test_a_feed_that_leaves_takes_its_series_and_leaves_its_counts(feed: Feed) -> None:
     before = metrics.totals()["segments"]()
-    feed.report.record_put(spooled(feed.chain, 1, 9), 0.1)
+    feed.report.record_put(spooled(feed.chain, 1, 9), 0.1, 9)
     feed.report.set_unmatched(Unmatched(1, 1, "a"))
     feed.report.remove()
     assert metrics.totals()["segments"]() == before + 1

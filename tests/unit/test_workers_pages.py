@@ -45,7 +45,7 @@ def metrics_page(count: float, awkward: str = "a") -> str:
     return generate_latest(registry).decode()
 
 
-async def test_a_signal_is_kept_from_a_worker_without_handlers_except_a_reload(monkeypatch: Any) -> None:
+async def test_a_signal_reaches_a_worker_once_it_has_handlers(monkeypatch: Any) -> None:
     sent, worker = list[int](), WorkerProcess(0, 1, [], {})
     monkeypatch.setattr(worker, "send_signal", sent.append)
     worker.notify(signal.SIGQUIT)
@@ -56,7 +56,7 @@ async def test_a_signal_is_kept_from_a_worker_without_handlers_except_a_reload(m
         worker_end.send(b'{"port": 5}\n')
         await worker._read_port(parent_end)
     worker.notify(signal.SIGQUIT)
-    assert sent == [signal.SIGHUP, signal.SIGQUIT]
+    assert sent == [signal.SIGHUP, signal.SIGQUIT, signal.SIGQUIT]
 
 
 def test_each_family_comes_once_and_each_sample_names_its_worker() -> None:
