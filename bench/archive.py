@@ -3,8 +3,6 @@
 `listing.1m`: the choice of the next segments in an archive of 1,000,000 of them.
 `listing.egress_1m`: the memory that egress needs to find its position in such an archive, and to walk it for holes,
 with at most 20 LISTs at the start of a session and one before each put.
-`compaction.plan_1m`: from the listings of 1,000 chains to the merges of their 1,000,000 segments, as a run of
-compaction plans them, below 1 GB.
 `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
 `compaction.delete_small`: milliseconds for each segment of 15 messages that is proved to be in the remaining segments,
 and deleted, by `local[2]` of Spark as in `compaction.spark`.
@@ -20,7 +18,6 @@ the pages of a listing, not a server's.
 """
 
 import asyncio
-import gc
 import json
 import os
 import random
@@ -29,7 +26,6 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -44,7 +40,6 @@ from common.archive.store import LIST_PAGE_SEGMENTS, SegmentStore
 from common.archive.writer import SegmentWriter, SpooledSegment
 from common.chain import Chain
 from common.clock import NS_PER_S, SystemClock, format_time
-from common.errors import Unavailable
 from common.nats.api import create_stream, stream_info
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
@@ -55,8 +50,6 @@ from common.service.progress import Progress
 from common.settings.loader import parse
 from common.settings.root import Settings
 from common.tasks import Stop
-from compaction.cli import reduce_garbage_collection
-from compaction.failures import Failure
 from compaction.merge import COMPRESSION_LEVEL, MergedSegment, merge
 from compaction.plan import Output, supersession_of_merge
 from compaction.run import Compaction, LocalRunner, Runner, Selection, merge_output
@@ -158,75 +151,6 @@ def measure_walk() -> BenchResult:
             covered.add(ref.coverage)
     assert covered.stretches() == [SequenceRange(1, archive.end)], "expected no hole"
     return BenchResult(round(memory_mb("VmHWM") - before, 1))
-
-
-CHAIN_COUNT, SEGMENTS_PER_CHAIN = 1000, 1000  # segments of each chain, one every five minutes
-SEGMENT_INTERVAL_S, SEGMENT_BYTES = 300.0, 100_000
-MAX_MEMORY_MB = 1000.0  # MB
-
-
-class ManyChainsStore:
-    """An object store with the listings of many chains, made on request; objects that are put are not kept."""
-
-    def __init__(self) -> None:
-        self.chains = [Chain(f"site-{number:04d}", "BENCH") for number in range(CHAIN_COUNT)]
-        self._chains = {LAYOUT.segments_prefix(chain, 0): chain for chain in self.chains}
-
-    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
-        if prefix == LAYOUT.documents_prefix():
-            infos = [ObjectInfo(LAYOUT.chain_document(chain), 1, 1.0, "e") for chain in self.chains]
-            return [info for info in infos if info.key > start_after][:limit]
-        if prefix.endswith("/partition=0/"):
-            prefix += "level=0/"
-        chain = self._chains.get(prefix)
-        infos = [] if chain is None else [self._info(prefix, number) for number in range(SEGMENTS_PER_CHAIN)]
-        return [info for info in infos if info.key > start_after][:limit]
-
-    @staticmethod
-    def _info(folder: str, number: int) -> ObjectInfo:
-        # Not by the layout: the store must take little of the time that is measured.
-        name = f"{(number + 1) * SEGMENT_ROWS:020d}-{number * SEGMENT_ROWS + 1:020d}-{number:016x}.parquet"
-        return ObjectInfo(folder + name, SEGMENT_BYTES, number * SEGMENT_INTERVAL_S, "e")
-
-    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
-        return None
-
-    def put(self, key: str, body: object, **_more: object) -> None: ...
-
-    def head(self, key: str) -> ObjectInfo:
-        return ObjectInfo(key, 0, SEGMENTS_PER_CHAIN * SEGMENT_INTERVAL_S, "e")
-
-
-class FailingRunner:
-    """A runner that merges nothing, and reports failures. `inputs`: how many segments it was to merge."""
-
-    def __init__(self) -> None:
-        self.inputs = 0
-
-    def map(self, _work: object, outputs: Sequence[Output]) -> list[Failure]:
-        self.inputs += sum(len(output.inputs) for output in outputs)
-        return [Failure.of(str(output.chain), Unavailable("nobody merges here")) for output in outputs]
-
-
-def measure_plan() -> BenchResult:
-    """Measure the seconds of a plan. Fails if the process grows by more than `MAX_MEMORY_MB`."""
-    before = memory_mb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    levels = parse("store: {url: 'file:///bench'}\n", "bench")[0].compaction.levels
-    store, failing_runner = SegmentStore(ManyChainsStore(), LAYOUT), FailingRunner()  # type: ignore[arg-type]
-    thresholds = gc.get_threshold()
-    reduce_garbage_collection()
-    started = time.perf_counter()
-    Compaction(store, levels, None, failing_runner).run(Selection())  # type: ignore[arg-type]
-    elapsed, grown = time.perf_counter() - started, memory_mb("VmHWM") - before
-    young = 11  # segments of each chain within min_age
-    gc.unfreeze()
-    gc.set_threshold(*thresholds)
-    assert failing_runner.inputs == CHAIN_COUNT * (SEGMENTS_PER_CHAIN - young), (
-        f"{failing_runner.inputs} segments were to be merged"
-    )
-    assert grown < MAX_MEMORY_MB, f"expected less than {MAX_MEMORY_MB} MB, found {grown:.0f}"
-    return BenchResult(round(elapsed, 1))
 
 
 INPUTS, INPUT_ROWS = 8, 50_000
@@ -494,7 +418,6 @@ BENCHES = [
     Bench("listing.egress_1m", "MB", "value <= 20", measure_walk),
     Bench("replay.bytes_read", "1", "<= 0.03", bytes_read),
     Bench("query.time_1pct", "1", "value <= 0.03", measure_query),
-    Bench("compaction.plan_1m", "s", "value <= 20", measure_plan),
     *(
         Bench(f"compaction.stored.{n}", "B/message", "ratio <= 0.8", partial(stored_bytes, n))
         for n in SEGMENTS_BY_NODES
