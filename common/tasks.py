@@ -161,14 +161,9 @@ def record_unexpected(error: BaseException, component: str, work: str = "", **co
     # Not by exc_info: the log keeps tracebacks only of errors that are not FloeErrors, and the cause matters here.
     cause = known.__cause__ or error
     trace = "".join(traceback.format_exception(cause))
+    context = {"component": component, "code": known.code, "error": known.message, **context}
     log.error(
-        "unexpected error raised",
-        action="unexpected_error_raised",
-        component=component,
-        code=known.code,
-        error=known.message,
-        traceback=trace[-MAX_TRACEBACK_CHARS:],
-        **context,
+        "unexpected error raised", action="unexpected_error_raised", traceback=trace[-MAX_TRACEBACK_CHARS:], **context
     )
     return known
 

@@ -20,7 +20,7 @@ from common.archive.keys import MAX_LEVEL
 from common.archive.reader import SegmentReader, open_file
 from common.archive.scan import ChainArchive
 from common.archive.segment import SegmentRef
-from common.archive.store import SegmentStore
+from common.archive.store import Check, SegmentStore
 from common.archive.writer import SpooledSegment
 from common.chain import Chain
 from common.clock import Clock
@@ -311,11 +311,11 @@ class Archive:
     # Order of a put: the object, read back; then the tail, by which readers notice it; then the mark, from which on the
     # listing must show the segment. A crash in between leaves an old tail or mark; `repair_tail` raises them.
 
-    async def put(self, spooled: SpooledSegment) -> SegmentRef:
-        """Put the segment and read it back. May be called again after any error."""
+    async def put(self, spooled: SpooledSegment, may_put: Check) -> SegmentRef:
+        """Put the segment as `SegmentStore.put`. May be called again after any error."""
         failpoint("egress.before_put")
         threads = self._pools.large_puts if spooled.size >= LARGE_PUT_BYTES else self._threads
-        ref = await threads.run(self._store.put, spooled)
+        ref = await threads.run(self._store.put, spooled, may_put)
         self._valid_keys.add(ref.key)
         if ref.coverage.last > self.end:  # a segment that fills a hole is followed by others
             self.newest = [ref, *self.newest[: LOOKUP_SEGMENTS - 1]]

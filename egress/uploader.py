@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from common.archive.segment import SegmentRef, Tip
+from common.archive.store import Check
 from common.archive.writer import SpooledSegment
 from common.clock import Backoff
 from common.errors import LeaseLost, OutcomeUnknown, Unavailable
@@ -21,6 +22,7 @@ from egress.deps import PartitionDeps
 from egress.reader import Reader
 
 T = TypeVar("T")
+Permit = Callable[[], Awaitable[Check]]
 
 log = get_logger(__name__)
 
@@ -38,7 +40,8 @@ class Uploader:
     """
 
     def __init__(self, deps: PartitionDeps, archive: Archive, lease: Lease, reader: Reader, ended: Stop) -> None:
-        self._archive, self._lease, self._reader, self._ended = archive, lease, reader, ended
+        self._archive, self._reader, self._ended = archive, reader, ended
+        self._check_lease = partial(require_lease, lease, archive)
         self._report, self._clock, self._backoff = deps.report, deps.clock, Backoff(deps.rng)
         self.put_count, self.last_put = 0, 0
 
@@ -46,7 +49,7 @@ class Uploader:
         """Put, read back, write tail and mark, acknowledge. Raises LeaseLost, StalePositionError, ReaderResetError."""
         started = self._clock.monotonic()
         ref = await self._retry(lambda: self._put_checked(spooled))
-        require_lease(self._lease, self._archive)
+        self._check_lease()
         await self._retry(self._archive.write_tail)
         await self._retry(self._archive.raise_mark)
         self.put_count, self.last_put = self.put_count + 1, spooled.footer.coverage.last
@@ -55,9 +58,8 @@ class Uploader:
         stored = {**stored_context(spooled), "seconds": round(seconds, 3)}
         log.info("segment put", action="segment_put", **stored, **ref.log_context())
         failpoint("egress.before_ack")
-        check_lease = partial(require_lease, self._lease, self._archive)
-        check_lease()
-        await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last, check_lease))
+        self._check_lease()
+        await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last, self._check_lease))
         failpoint("egress.after_ack")
 
     async def _put_checked(self, spooled: SpooledSegment) -> SegmentRef:
@@ -66,8 +68,7 @@ class Uploader:
             raise StalePositionError("another instance has covered the range")
         if await self._archive.has_successor():
             raise closed_error(self._archive)
-        require_lease(self._lease, self._archive)
-        return await self._archive.put(spooled)
+        return await self._archive.put(spooled, self._check_lease)
 
     async def _retry(self, step: Callable[[], Awaitable[T]]) -> T:
         """Repeat the step until it succeeds. Once the session ends, raise the last error of the step."""
@@ -105,22 +106,28 @@ class UnputSegments:
 
     async def put(self, lease: Lease) -> None:
         """Put them all. Raises LeaseLost."""
-        while self.sealed:
-            require_lease(lease, self.archive)
-            await self.put_first()
+        check = partial(require_lease, lease, self.archive)
 
-    async def put_first(self) -> None:
+        async def permit() -> Check:
+            return check
+
+        while self.sealed:
+            check()
+            await self.put_first(permit)
+
+    async def put_first(self, permit: Permit) -> None:
         """Put the first into the history that it came from, and remove it. There must be one.
 
-        If that history has ended meanwhile, all are dropped: they would not be delivered.
+        `permit`: called right before the put, raises if there must be none, and returns a check to repeat before each
+        attempt. If that history has ended meanwhile, all are dropped: they would not be delivered.
         """
         if await self.archive.has_successor():
             await self.log_and_discard()
             return
-        await self._put_one(self.sealed[0])
+        await self._put_one(self.sealed[0], permit)
         self.sealed.popleft().path.unlink(missing_ok=True)
 
-    async def _put_one(self, spooled: SpooledSegment) -> None:
+    async def _put_one(self, spooled: SpooledSegment, permit: Permit) -> None:
         coverage = spooled.footer.coverage
         if conflicting := await self.archive.count_conflicting(spooled):
             # Beside the messages in the archive under the same sequences they would be two histories in one.
@@ -129,7 +136,7 @@ class UnputSegments:
         # Another instance may have put only its beginning, and there is no other copy of the rest.
         if await self.archive.is_covered(coverage.first) and not await self.archive.uncovered(coverage):
             return
-        ref = await self.archive.put(spooled)
+        ref = await self.archive.put(spooled, await permit())
         await self.archive.write_tail()
         await self.archive.raise_mark()
         log.info("held segment put", action="held_segment_put", **stored_context(spooled), **ref.log_context())

@@ -46,6 +46,7 @@ from egress.watchdog import ExpiryEstimate
 
 log = get_logger(__name__)
 
+GONE_FRESH_S = 5.0  # seconds for which a stream that was found gone counts as gone
 HANDOVER_POLL_S = 2.0  # seconds between two checks of the progress of the other partitions, at most
 
 
@@ -473,7 +474,7 @@ class Worker:
         """
         while (unput := self._unput) is not None and unput.rows and await self.identity.is_gone():
             await self._deps.state.ensure()
-            await unput.put_first()
+            await unput.put_first(self._permit_if_gone)
         if unput is None or not unput.rows or await self.can_discard():
             return None
         # The stream is another one now, or was restored without them; its reader may be about to put others there.
@@ -483,6 +484,19 @@ class Worker:
             hint="stop that instance: this one then puts them where no others are archived, and names the next step",
             code="E-ROWS-UNARCHIVED",
         )
+
+    async def _permit_if_gone(self) -> Callable[[], None]:
+        """Return a check that raises Unavailable GONE_FRESH_S from now, raise it if the stream exists: a put that comes
+        later could find it restored, and its sequences given to other messages.
+        """
+        until = self._deps.clock.monotonic() + GONE_FRESH_S
+
+        def check(is_gone: bool = True) -> None:
+            if not is_gone or self._deps.clock.monotonic() > until:
+                raise Unavailable(f"{self._partition.stream} may exist again; nothing is put without the lease")
+
+        check(await self.identity.is_gone())
+        return check
 
     def log_and_discard(self) -> None:
         """Log the messages that are left and remove them; this process ends."""

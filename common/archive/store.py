@@ -16,7 +16,7 @@ from __future__ import annotations
 import builtins
 import copy
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -114,6 +114,7 @@ _bad_read_backs = counter("segment_read_back_failures", "Puts that did not read 
 
 LIST_PAGE_SEGMENTS = 1000  # segments of one listing
 TABLE_PAGE_SEGMENTS = 5000  # the same if all are wanted: a folder is read again for each page
+Check = Callable[[], object]  # raises an error unless the caller may go on
 PUT_RETRY_S = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
 
 
@@ -232,24 +233,25 @@ class SegmentStore:
         """Return the bytes of the files in the private folder: segments being written, and segments not yet put."""
         return self._spool.size()
 
-    def put(self, spooled: SpooledSegment) -> SegmentRef:
+    def put(self, spooled: SpooledSegment, may_put: Check = lambda: None) -> SegmentRef:
         """Put the segment and read it back; on return, the store holds these very bytes.
 
-        Raises Unavailable, code E-READ-BACK, if it never reads back as it was sent; then, and after every other
-        error, the same call may be repeated. The spooled file stays.
+        `may_put`: called before each attempt; what it raises ends the put. Raises Unavailable, code E-READ-BACK, if it
+        never reads back as it was sent; then, and after every other error, the same call may be repeated. The spooled
+        file stays.
         """
         name = spooled.segment_name
         ref = SegmentRef(name, self.layout.segment(name), spooled.size, 0.0)
-        info = self.put_verified(ref, spooled.path, object_metadata(spooled), point="segments.")
+        info = self.put_verified(ref, spooled.path, object_metadata(spooled), may_put, "segments.")
         return ref._replace(modified=info.modified)
 
     def put_verified(
-        self, ref: SegmentRef | SnapshotRef, body: Path | bytes, metadata: Mapping[str, str], *, point: str
+        self, ref: SegmentRef | SnapshotRef, body: Path | bytes, metadata: Mapping[str, str], may_put: Check, point: str
     ) -> ObjectInfo:
         """Put `body`, with its `sha256` in `metadata`, and read it back; repeat this a few times if needed.
 
-        On return, the store holds these very bytes. `point`: the prefix of its failpoints. Raises Unavailable, with
-        code E-READ-BACK if a put succeeded and never reads back as it was sent.
+        On return, the store holds these very bytes. `may_put`: as in `put`. `point`: the prefix of its failpoints.
+        Raises Unavailable, with code E-READ-BACK if a put succeeded and never reads back as it was sent.
         """
         kind, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
         objects = self._objects_of(ref)
@@ -257,6 +259,7 @@ class SegmentStore:
             put = objects.put if number else partial(put_new, objects)
             cause: OutcomeUnknown | None = None
             failpoint(f"{point}put")
+            may_put()
             try:
                 put(ref.key, body, sha256=sha256, metadata=metadata)
             except (OutcomeUnknown, ChecksumMismatch) as error:

@@ -233,14 +233,8 @@ class AdvisoryReport:
                 reason = f"no stream takes {self._template}"
                 add = nats_command("stream add", "NAME", "--subjects", subject_filter(self._template), "--defaults")
                 hint = f"create one, and sending continues by itself: {add}"
-            log.error(
-                "advisories not stored",
-                action="advisories_failed",
-                code=ERROR_CODE,
-                error=reason,
-                hint=hint,
-                **self._chain.log_context(),
-            )
+            context = {"code": ERROR_CODE, "error": reason, "hint": hint, **self._chain.log_context()}
+            log.error("advisories not stored", action="advisories_failed", **context)
 
     def record_recovery(self) -> None:
         if self.failing_code:
@@ -261,14 +255,8 @@ class AdvisoryReport:
 
     def record_dropped(self, advisory: Advisory, error: ValueError) -> None:
         self.count(advisory, SendResult.DROPPED)
-        log.error(
-            "advisory dropped",
-            action="advisory_dropped",
-            code=ERROR_CODE,
-            error=str(error),
-            value=advisory.value[:200],
-            **self._chain.log_context(),
-        )
+        context = {"code": ERROR_CODE, "error": str(error), "value": advisory.value[:200], **self._chain.log_context()}
+        log.error("advisory dropped", action="advisory_dropped", **context)
 
 
 def parse_ack(subject: str, payload: bytes) -> SendResult:

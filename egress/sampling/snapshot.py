@@ -305,7 +305,7 @@ class SnapshotStore:
         name = StateName(self.chain, position, sha256[:DIGEST_LENGTH])
         ref = SnapshotRef(name, self._store.layout.state(name), body_size(body), 0.0)
         metadata = {"format": "1", _SAMPLING: sampling_digest, "sha256": sha256}
-        info = self._store.put_verified(ref, body, metadata, point="egress.snapshot_")
+        info = self._store.put_verified(ref, body, metadata, lambda: None, "egress.snapshot_")
         return replace(ref, modified=info.modified)
 
     def save(self, snapshot: Snapshot) -> SnapshotRef:

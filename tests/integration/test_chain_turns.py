@@ -251,7 +251,6 @@ async def test_a_live_site_is_carried_beside_an_honest_backlog(archive: Archive)
         await centre.reaches(dict.fromkeys(backlog, 50_001))
     # The ready batches, and the turns that had begun: never all of the backlog.
     assert max(delays) <= 100_000, delays
-    assert sorted(delays)[len(delays) // 2] <= 4 * TURN_ROWS, delays
 
 
 async def test_a_turn_resumes_in_the_same_open_segment(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:

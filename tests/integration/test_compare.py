@@ -92,13 +92,8 @@ def test_rows_are_found_in_a_stream_that_floe_has_filled(order: str, differences
     tally.add(found, found[-1].sequence)
     tally.add((), 3)
     wanted = {"lost": [], "late": [], "altered": 0, "after": 0, "altered_late": [], **differences}
-    assert wanted == {
-        "lost": [*tally.absent],
-        "late": [*arrivals.late],
-        "altered": tally.altered,
-        "after": arrivals.after,
-        "altered_late": [*arrivals.altered(batches)],
-    }
+    shown = {"lost": [*tally.absent], "late": [*arrivals.late], "altered": tally.altered, "after": arrivals.after}
+    assert wanted == {**shown, "altered_late": [*arrivals.altered(batches)]}
     assert arrivals.behind == (4 if order == "1234" else 10)
 
 
@@ -167,13 +162,8 @@ async def test_a_comparison_goes_on_where_the_last_one_found_all_equal(bench: Be
     report = await compared(bench, stream, since_last=True)
     assert (counts(report), report.copies[0].rows) == ([(50, 0, 0, 0, 0, 0)], SequenceRange(51, 100))
     report = await compared(bench, stream, since_last=True)
-    assert (report.copies, list(report.lines())) == (
-        (),
-        [
-            f"{SITE}/{stream}: nothing to compare",
-            f"note: {SITE}/{stream}/0000/0: equal up to 100, as of the last comparison, and not archived further",
-        ],
-    )
+    note = f"note: {SITE}/{stream}/0000/0: equal up to 100, as of the last comparison, and not archived further"
+    assert (report.copies, [*report.lines()]) == ((), [f"{SITE}/{stream}: nothing to compare", note])
     await bench.publish(stream, [b"y"] * 5)
     await bench.freeze({"stream": stream})
     assert counts(await compared(bench, stream, since_last=True)) == [(5, 0, 0, 0, 0, 0)]

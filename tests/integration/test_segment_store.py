@@ -178,6 +178,20 @@ def test_a_put_that_never_reads_back_and_one_that_is_lost_differ(local: LocalObj
         assert (caught.value.code == "E-READ-BACK") is (fault is truncated)
 
 
+def test_each_attempt_of_a_put_needs_permission(local: LocalObjects, make: Make) -> None:
+    """A put that is repeated for long may go on behind the end of a lease."""
+    permits = iter([True, True])
+    fault = raising(OutcomeUnknown("connection reset"))
+    faulty = FaultyStore(local).on("put_if_absent", fault).on("put", fault)
+    store = make(faulty)
+    with pytest.raises(StopIteration):
+        store.put(spool(store), lambda: next(permits))
+    assert [verb for verb, key in faulty.keys if verb.startswith("put") and "probe" not in key] == [
+        "put_if_absent",
+        "put",
+    ]
+
+
 @pytest.mark.parametrize("error", [Unavailable("away"), Refused("no right")])
 def test_an_outage_is_raised_and_foreign_bytes_are_replaced(local: LocalObjects, make: Make, error: FloeError) -> None:
     store = make(FaultyStore(local).on("put_if_absent", raising(error), nth=1))

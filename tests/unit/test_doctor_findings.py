@@ -76,12 +76,8 @@ def test_rules_of_a_bucket_are_read_in_all_their_forms() -> None:
 
 def test_the_limits_of_a_tier_count_as_those_of_the_account() -> None:
     limits = {"max_storage": 100, "max_streams": 100, "max_memory": -1}
-    account = {
-        "storage": 95,
-        "streams": 3,
-        "limits": {},
-        "tiers": {"R3": {"storage": 95, "streams": 3, "limits": limits}},
-    }
+    used = {"storage": 95, "streams": 3}
+    account = {**used, "limits": {}, "tiers": {"R3": {**used, "limits": limits}}}
     assert _limits(account).found == "R3 storage 95 of 100"
     assert _limits(account | {"tiers": None}).state == "ok"
 

@@ -20,7 +20,7 @@ MOST_FILES = 202
 # Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, 2,745 with 40 of `bench`, 15 files.
 # infra may have 3,500; 180 of these are with the tests, tests/sim included.
 MOST_LINES = {
-    "common": 14_767,
+    "common": 14_764,
     "egress": 9_690,
     "ingress": 13_385,
     "compaction": 3_546,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "infra": 3_176,
     "bench": 1_466,
 }
-MOST_TEST_LINES = 44_974
+MOST_TEST_LINES = 44_971
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines; a smaller file needs more than one importer
 # A comment or a string of Python before 3.12; `tokenize` finds the same, and needs twenty times as long for the tree.
