@@ -53,10 +53,12 @@ class Link:
         """Send to the server."""
         if self.is_open:
             self._up_at = self._arrival(self._up_at)
-            self.world.at(self._up_at - self.world.now, lambda: self._arrive_up(data))
+            sent = self.world.now
+            self.world.at(self._up_at - self.world.now, lambda: self._arrive_up(data, sent))
 
-    def _arrive_up(self, data: bytes) -> None:
+    def _arrive_up(self, data: bytes, sent: float) -> None:
         if not self.is_cut:
+            self.world.arriving = self, sent
             self.server.received(self, data)
 
     def down(self, data: bytes) -> None:

@@ -154,12 +154,8 @@ class Replays:
         )
         try:
             with archive.opened() as (store, documents):
-                work = Replay(
-                    archive.settings,
-                    request,
-                    ReplayOptions(),
-                    RecoveryParts(store, documents, SystemClock(), Progress()),
-                )
+                parts = RecoveryParts(store, documents, SystemClock(), Progress())
+                work = Replay(archive.settings, request, ReplayOptions(), parts)
                 async with work.open_connection() as client:
                     self.is_over = (await work.run(client, Stop())).finished
         except FloeError as error:

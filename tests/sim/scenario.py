@@ -82,7 +82,7 @@ class Scenario:
         settings = self._settings(folder)
         doors.lead_commands(settings, self.objects)
         if self.plan.kind == SAMPLED:
-            self.choices = self.target.choices = Choices(self.log, SITE, settings.egress.feeds[0])
+            self.choices = self.target.choices = Choices(self.world, self.log, SITE, settings.egress.feeds[0])
             self.nats.taps["ADVISED"] = self.choices
         self.disaster = Disaster(self.nats, self.tap, SOURCE, SITE, self._has_begun)
         self.replays = Replays(self.nats, self.log, SOURCE, SITE, self._archived)

@@ -1,10 +1,15 @@
 """The auditor detects each promise, broken once by hand."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from common.settings.egress import FeedSettings
 from tests.sim.auditor import Broken, Publication, PublisherLog, SourceTap, TargetAuditor, read_copy
+from tests.sim.sampled import SAMPLING, Choices
 from tests.sim.streams import StoredMessage
 
 HEADERS = b"NATS/1.0\r\nX-N: 1\r\nNats-Msg-Id: a\r\n\r\n"
@@ -26,6 +31,21 @@ def copy_of(publication: Publication, sequence: int) -> StoredMessage:
     origin = b"Floe-Source: eu A 0000 0 %d %d" % (publication.sequence, publication.time_ns)
     block = b"NATS/1.0\r\n%b\r\nX-N: 1\r\nFloe-Original: Nats-Msg-Id: a\r\n\r\n" % origin
     return StoredMessage(sequence, b"c." + publication.subject, block, publication.payload, 2 * 10**18)
+
+
+ADVISORY = b'{"protocol":"io.choria.sr.v2.age_advisory","event_id":"A","inspect_field":"subject","age":9,"seen":1,'
+SENT = StoredMessage(1, b"ADVISED", None, ADVISORY + b'"replicator":"eu","timestamp":3,"event":"new","value":"a"}', 1)
+
+
+@pytest.mark.parametrize(("link", "sent", "is_broken"), [("one", 0.5, True), ("two", 1.5, True), ("two", 0.5, False)])
+def test_an_advisory_may_come_again_only_if_another_sent_it_before(link: str, sent: float, is_broken: bool) -> None:
+    world: Any = SimpleNamespace(arriving=("one", 0.5), now=1.0)
+    choices = Choices(world, PublisherLog(), "eu", FeedSettings(stream="A", **SAMPLING))
+    choices.stored(SENT)
+    world.arriving, world.now = (link, sent), 2.0
+    with pytest.raises(Broken, match="I8") if is_broken else nullcontext():
+        choices.stored(SENT)
+    assert choices.seen == 1
 
 
 def test_copies_in_order_pass() -> None:

@@ -74,6 +74,7 @@ class World:
         self.listeners: dict[int, Listener] = {}
         self.current: Process | None = None  # the process of the current turn or strand
         self.strand: Strand | None = None  # the blocking call that runs now
+        self.arriving: tuple[Link | None, float] = None, 0.0  # the link of the last packet, and when it was sent
         self.full_disks = set[str]()  # hosts
         self.carriers = carriers
 
