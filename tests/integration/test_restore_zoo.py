@@ -329,6 +329,8 @@ ALL_CONSUMERS: dict[str, dict[str, Any]] = {
     "push": {**EXPLICIT, "deliver_subject": "zoo.nobody.here"},
 }
 
+INTEREST: dict[str, Any] = {"config": {"retention": "interest"}, "before": puts(0)}
+INTEREST["then"] = acts(puts(30), takes("app", 10))
 KINDS: dict[str, Kind] = {
     # Limits and settings
     "plain": Kind(),
@@ -372,21 +374,8 @@ KINDS: dict[str, Kind] = {
     "purged": Kind(last=purges()),
     # Retention
     "work queue": Kind({"retention": "workqueue"}),
-    "interest of two": Kind(
-        {"retention": "interest"},
-        before=puts(0),
-        consumers={"app": EXPLICIT, "late": EXPLICIT},
-        then=acts(puts(30), takes("app", 10)),
-        last=takes("late", 4),
-    ),
-    "interest, not captured": Kind(
-        {"retention": "interest"},
-        before=puts(0),
-        consumers={"app": EXPLICIT},
-        then=acts(puts(30), takes("app", 10)),
-        last=takes("app", 12),
-        feed=NEVER,
-    ),
+    "interest of two": Kind(**INTEREST, consumers={"app": EXPLICIT, "late": EXPLICIT}, last=takes("late", 4)),
+    "interest, not captured": Kind(**INTEREST, consumers={"app": EXPLICIT}, last=takes("app", 12), feed=NEVER),
     # Buckets
     "KV of history": Kind(kv(5), before=keys, after=keys, name="KV_ZOO"),
     "KV compacted": Kind(kv(5), before=keys, after=puts(0), then=cleared, name="KV_ZOO"),
